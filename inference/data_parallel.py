@@ -22,7 +22,7 @@ from .live_model.model_lock import model_lock
 from .live_model.replica import replica_ranks
 from .requests.draws import shared_draws
 from .requests.outputs import Completion, Score
-from .requests.request_builder import Params, broadcast_params
+from .requests.prompt_spec import Params, broadcast_params
 from .requests.scoring import check_pairs
 from .requests.tokenization import Prompt, estimate_tokens
 

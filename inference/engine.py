@@ -32,15 +32,9 @@ from .requests import scoring
 from .requests.draws import Draws, own_draws
 from .requests.output_processor import EventQueue, OutputProcessor, RequestGroup
 from .requests.outputs import Completion, Score, StreamEvent
+from .requests.prompt_spec import Params, PromptSpec, broadcast_params, deadline_seconds
 from .requests.request import Request
-from .requests.request_builder import (
-    EncodedPrompt,
-    Params,
-    PromptSpec,
-    RequestBuilder,
-    broadcast_params,
-    deadline_seconds,
-)
+from .requests.request_builder import EncodedPrompt, RequestBuilder
 from .requests.tokenization import Prompt, TokenizerAdapter
 from .scheduling.loop import StepLoop
 from .session import Executor, ModelSession
@@ -50,44 +44,47 @@ from .settings import check_dtype, check_model, check_positive, check_seed, reso
 class Engine:
     """Generation and scoring on a causal language model of Transformers.
 
-    `max_num_seqs` and `max_num_batched_tokens` trade throughput against latency, and may be set
-    while requests run: inference/README.md has the measured curve.
+    Every prompt gets one completion. If one request fails, its completion has the error and the
+    others continue; only a wrong call raises.
 
     Calls from several threads share steps: 16 threads with one prompt each take about as long as
     one call with 16 prompts. A call under another autocast or in `batch_invariant` waits until
-    the others are done. Do not train the model in another thread while a call runs: its attention
-    is the engine's then.
+    the others are done. Do not train the model in another thread during a call, because its layers
+    then use the engine's attention.
 
     Weights, adapters, hooks, forwards and attributes may change between calls and before
-    `add_request`: cached prefixes of another model are dropped. A write through `.data` is noticed
-    by `generate`, `score`, `stream` and a request to an idle engine, and only if it reaches a
-    sample of the values: write under `torch.no_grad()`, which is always noticed, or call
-    `reset_prefix_cache()`; inference/README.md lists what else is out of sight.
+    `add_request`; prefixes that were cached before the change are dropped. Update weights under
+    `torch.no_grad()`, which is always noticed. Writes through `.data` are noticed only by
+    `generate`, `score`, `stream` and a request to an idle engine, and only if they change one of
+    the sampled values; call `reset_prefix_cache()` after them. inference/README.md lists all
+    changes that are not noticed.
 
     Args:
-        model: a causal LM of Transformers, in training or not, also wrapped by DDP, FSDP2, PEFT or
-            torch.compile; or the name of a checkpoint: a folder, a LoRA adapter's folder, a name on
-            the hub. That is loaded in its own dtype, or in `dtype`, onto the GPU if there is one;
-            code that comes with it is never run.
-        tokenizer: for prompts and completions as text; default: that of the named checkpoint. A
-            name only beside one.
-        memory: bytes, a fraction of the free memory, or "spare": what training leaves.
-        page_size: tokens per page of the KV cache; default 256 on a GPU (flash-attn 2), else 16.
-        max_num_seqs: requests per step, by default 512 on a GPU, else 64; more raise throughput
-            and inter-token latency.
-        max_num_batched_tokens: tokens per step; more finish prompts sooner and delay running
-            requests. Default: 2048 on a CPU; on a GPU 16384, but 2048, or four times
-            `max_num_seqs`, in CUDA graphs that running requests wait for.
-        max_model_len: longest sequence; default: what the model allows.
-        max_waiting: requests that may be queued; None: any number.
-        target_itl: seconds between two tokens of a request that prompts of others may not exceed:
-            they run in chunks, as large as steps of that time were measured to hold, and the first
-            call captures the CUDA graphs of short requests. None: throughput.
+        model: a causal LM of Transformers, in training or not, which DDP, FSDP2, PEFT or
+            torch.compile may wrap; or the name of a checkpoint: a folder, the folder of a LoRA
+            adapter, or a name on the hub. A checkpoint is loaded in its own dtype or in `dtype`,
+            onto the GPU if there is one. Code in a checkpoint is never run.
+        tokenizer: for prompts and completions as text; default: that of the named checkpoint. May
+            be a name if `model` is one.
+        memory: bytes, a fraction of the free memory, or "spare": the memory that training does not
+            use.
+        page_size: tokens per page of the KV cache, a multiple of 16; default: 256 on a GPU
+            (for flash-attn 2), 16 on a CPU.
+        max_num_seqs: maximum requests per step; default: 512 on a GPU, 64 on a CPU. A higher value
+            raises throughput and inter-token latency.
+        max_num_batched_tokens: maximum tokens per step; a higher value finishes prompts sooner and
+            delays running requests. Default: 2048 on a CPU, 16384 on a GPU; while any request is
+            decoding, captured steps are capped at 2048 or four times `max_num_seqs`.
+        max_model_len: maximum length of a sequence; default: that of the model.
+        max_waiting: maximum length of the queue; None: unlimited.
+        target_itl: target inter-token latency in seconds; prefills are chunked to meet it, and the
+            first call captures the CUDA graphs of short requests. None: maximum throughput.
         keep_memory: keep pages, CUDA graphs and cached prefixes between calls; False frees them.
-        dtype: compute in this dtype, although the weights are wider; default: as autocast says.
-        seed: of requests without one. Each call draws fresh numbers, the same if a run is repeated.
-        cuda_graphs: on a GPU, run steps as CUDA graphs; False saves their memory and capture.
-        debug: check the bookkeeping of every step.
+        dtype: dtype to compute in, if narrower than the weights; default: that of autocast.
+        seed: seed of requests without their own. Each call draws fresh random numbers; a repeated
+            run draws the same ones.
+        cuda_graphs: on a GPU, run steps as CUDA graphs; False saves their memory and capture time.
+        debug: check the pages and counters of all requests at every step.
     """
 
     def __init__(
@@ -120,29 +117,26 @@ class Engine:
             max_model_len=max_model_len,
             max_waiting=max_waiting,
             target_itl=target_itl,
+            keep_memory=keep_memory,
+            dtype=dtype,
             cuda_graphs=cuda_graphs,
             debug=debug,
         )
         self._tokenizer = TokenizerAdapter(self._model, tokenizer)
-        self._builder = RequestBuilder(self._tokenizer, check_seed(seed), *settings.length_limit)
+        longest, reason = settings.max_model_len, settings.max_model_len_reason
+        self._builder = RequestBuilder(self._tokenizer, check_seed(seed), longest, reason)
         self.stats = Stats()
         self.trace = RequestTrace()
         self._outputs = OutputProcessor()
         self._session = ModelSession(
-            self._model,
-            settings,
-            self.stats,
-            self.trace,
-            self._outputs.has_requests,
-            keep_memory=keep_memory,
-            dtype=check_dtype(dtype),
+            self._model, settings, self.stats, self.trace, self._outputs.has_requests
         )
         self._lock = model_lock(self._model)
         self._runner = RequestRunner(
             self._session, self._outputs, self.stats, self.trace, self._lock
         )
         self._events = EventQueue()
-        """Events of requests from `add_request`, until `step` returns them."""
+        """Events of requests from `add_request` that `step` has not returned yet."""
 
     def generate(
         self,
@@ -154,29 +148,32 @@ class Engine:
         progress: bool | Callable[[int], Any] = False,
         _draws: Draws | None = None,
     ) -> list[Completion]:
-        """Complete every prompt; one Completion each, in the order of the prompts.
+        """Complete every prompt; return one Completion for each, in the order of the prompts.
 
-        Once the engine is built, prompts are tokenized while others run; one of a wrong type raises
-        and ends the call. Full garbage collection is deferred until this returns.
+        Prompts are tokenized while others run, except in the first call. A prompt of a wrong type
+        raises and ends the call. Full garbage collection is deferred until this returns.
 
         Args:
             prompts: texts, token ids, chats, or a tokenizer's output with its attention_mask.
-            params: one for all prompts, or one for each.
-            priority: lower runs first; one for all, or one for each.
-            deadline: seconds after which requests return what they have; one for all or for each.
-            progress: True shows a bar; a function is called with the number of prompts done. It may
-                call the engine; what it raises ends this call.
+            params: sampling parameters, one for all prompts or one for each.
+            priority: lower values run first; one for all prompts or one for each.
+            deadline: seconds after which requests return the tokens they have; one for all prompts
+                or one for each.
+            progress: True shows a bar; a function is called with the number of new completions. It
+                may call the engine; if it raises, the call ends.
         """
         specs = broadcast_params(prompts, params, priority, deadline)
+        if progress is not None and not isinstance(progress, bool) and not callable(progress):
+            raise ValueError(f"progress is {progress!r}; pass True, False or a function")
         bar = tqdm(total=len(specs), disable=progress is not True, unit="req")
         update = bar.update if progress is True else progress or None
         numbered = [] if _draws is None else [_draws]
 
         def check_call() -> BuildGroups:
             encoded = self._encode(specs)
-            if self._executor is None:  # building it takes seconds: faults are told before
+            if self._executor is None:  # building it takes seconds: check all prompts before
                 encoded = [*encoded]
-            if not numbered:  # once: a call that begins again draws the same numbers
+            if not numbered:  # once: a call that starts again draws the same numbers
                 numbered.append(own_draws(self._model))
             return lambda queued_at: self._build_requests(encoded, numbered[0], queued_at)
 
@@ -196,8 +193,8 @@ class Engine:
         """Yield tokens and text as they are generated; `request_id` is the prompt's index.
 
         The model is borrowed only while a step runs; between two events it is in the trainer's
-        state. Other calls and streams may run in between; each gets its own events. The arguments
-        `prompts`, `params`, `priority` and `deadline` are those of `generate`.
+        state, and other calls and streams may run. `prompts`, `params`, `priority` and `deadline`
+        are those of `generate`.
         """
         encoded = [*self._encode(broadcast_params(prompts, params, priority, deadline))]
         return self._stream(encoded, own_draws(self._model))
@@ -243,7 +240,7 @@ class Engine:
         with self._runner.lock_model():
             encoded = [*self._encode(specs)]
             is_busy = self._executor is not None and self._loop.busy
-            # A busy engine looks at the model at its next step.
+            # A busy engine checks the model at its next step.
             is_current = is_busy and self._session.is_current()
             with nullcontext() if is_current else self._runner.borrow_model():
                 now, draws = self._loop.clock(), own_draws(self._model)
@@ -260,7 +257,7 @@ class Engine:
     def step(self) -> list[StreamEvent]:
         """Run one step; return the new events of requests from `add_request`.
 
-        If it raises, all active requests end with an error, which the next call returns.
+        If it raises, all active requests end with an error; the next call returns their events.
         """
         with self._runner.lock_model():
             if self._executor is not None and self._loop.busy:
@@ -272,7 +269,7 @@ class Engine:
 
     @exclusive
     def abort(self, request_id: int) -> None:
-        """End the request of this `request_id`; its completion has the tokens so far."""
+        """End the request `request_id`; its completion has the tokens generated so far."""
         group = self._outputs.get(request_id)
         if group is not None:
             self._outputs.publish(self._runner.abort(group))
@@ -285,11 +282,11 @@ class Engine:
         *,
         deadline: float | None = None,
     ) -> list[Any]:
-        """Log-likelihood of each continuation given its context.
+        """Return the log-likelihood of each continuation given its context.
 
         `continuations[i]` is one continuation of `contexts[i]`, which gives a Score, or a list of
-        them, which gives a list; the context is computed once for all of them. After `deadline`
-        seconds, scores that are not done have an error.
+        continuations, which gives a list and computes the context once. After `deadline` seconds,
+        the scores of unfinished requests have an error.
         """
         jobs, regroup = scoring.flatten_pairs(self._tokenizer, contexts, continuations)
         return regroup(self._score(jobs, deadline))
@@ -297,10 +294,10 @@ class Engine:
     def score_rolling(
         self, texts: Sequence[Prompt], *, max_length: int | None = None
     ) -> list[Score]:
-        """Log-likelihood of whole `texts`, in windows of at most `max_length` tokens.
+        """Return the log-likelihood of whole `texts`, in windows of at most `max_length` tokens.
 
-        Each token is predicted once, from the tokens before it in its window; the first one from
-        the beginning-of-text token. By default windows are as long as the model allows.
+        Each token is predicted once, from the tokens before it in its window; the first token from
+        the beginning-of-text token. By default, windows have the maximum length of the model.
         """
         max_model_len = self._session.settings.max_model_len
         jobs, join = scoring.rolling_windows(self._tokenizer, texts, max_length, max_model_len)
@@ -308,7 +305,7 @@ class Engine:
 
     @property
     def max_num_seqs(self) -> int:
-        """Requests per step; may be lowered and raised again while requests run."""
+        """Maximum requests per step; may be lowered and raised again while requests run."""
         return self._session.get_limit("max_num_seqs")
 
     @max_num_seqs.setter
@@ -320,7 +317,7 @@ class Engine:
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Tokens per step; a number that is set, also while requests run, applies to all steps."""
+        """Maximum tokens per step; may be set while requests run, and applies to all steps then."""
         return self._session.get_limit("max_num_batched_tokens")
 
     @max_num_batched_tokens.setter
@@ -330,14 +327,14 @@ class Engine:
 
     @exclusive
     def reset_prefix_cache(self) -> None:
-        """Drop the cached prefixes: later requests compute their prompts again."""
+        """Drop the cached prefixes, so that later requests compute their whole prompts."""
         self._session.reset_prefix_cache()
 
     @exclusive
     def release(self) -> None:
         """Free pages, CUDA graphs and copies of weights; the next call builds them again.
 
-        Requests of `add_request` and `stream` end with an error; blocking calls of other threads
+        Requests of `add_request` and `stream` end with an error; blocking calls in other threads
         start again.
         """
         self._runner.fail_all("the engine was released while the request was active")
@@ -354,7 +351,7 @@ class Engine:
         return self._session.loop
 
     def _step_stream(self, events: EventQueue, backlog: Iterator[Request], start: float) -> None:
-        """Run one step, unless another thread's step has brought events meanwhile."""
+        """Run one step, unless the step of another thread has queued events meanwhile."""
         with self._runner.lock_model():
             if not events:
                 with self._runner.borrow_model("counters"):
@@ -366,7 +363,7 @@ class Engine:
         return self._builder.encode(specs)
 
     def _check_deadline(self, seconds: float) -> None:
-        """Refuse a deadline where ranks run the model together: it would come at other steps."""
+        """Refuse a deadline under tensor parallelism, where the clocks of the ranks differ."""
         if seconds < float("inf") and len(replica_ranks(self._model)) > 1:
             raise ValueError(
                 "deadline= cannot be used with tensor parallelism: its ranks would end a request "
@@ -374,14 +371,10 @@ class Engine:
             )
 
     def _build_requests(
-        self,
-        encoded: Iterable[EncodedPrompt],
-        draws: Draws,
-        since: float,
-        streaming: bool = False,
+        self, encoded: Iterable[EncodedPrompt], draws: Draws, since: float, streaming: bool = False
     ) -> Iterator[RequestGroup]:
-        cache_tokens = self._session.cache_tokens
-        return self._builder.generation_requests(encoded, draws, since, cache_tokens, streaming)
+        shared = draws, since, self._session.cache_tokens, streaming
+        return (self._builder.build_group(prompt, *shared) for prompt in encoded)
 
     def _score(self, jobs: list[scoring.ScoreJob], deadline: float | None) -> list[Score]:
         seconds = deadline_seconds(deadline)

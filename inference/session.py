@@ -7,36 +7,26 @@ back in the trainer's state. The executor is what runs requests: cache, schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from itertools import chain
 from time import perf_counter
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
 
-from ..attention import PageAllocator, PagedCache, check_supported, layer_shapes
 from ..attention.backends import forced_paged_backend
-from .execution.cuda_graphs import graph_bytes
-from .execution.memory_budget import budget_bytes, record_engine_bytes
-from .execution.model_runner import ModelRunner
-from .fused.fused_ops import FusedOps, fused_ops_enabled, verified_ops
-from .fused.qkv_weights import stacked_bytes
+from .executor import BuildKey, Executor, build_executor, build_fused_ops, build_key
+from .fused.fused_ops import fused_ops_enabled
 from .live_model.borrow import borrow_model
-from .live_model.cast_weights import CastWeights, detect_autocast_dtype, is_matmul
+from .live_model.cast_weights import detect_autocast_dtype
 from .live_model.lockstep import gathers_parameters
 from .live_model.replica import replica_ranks, smallest_of_replica
 from .live_model.weights_version import WeightsVersion
 from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
 from .requests.request import Request
-from .scheduling.cache_checker import CacheChecker
 from .scheduling.loop import StepLoop
-from .scheduling.scheduler import Scheduler
-from .scheduling.step import BatchParams
 from .settings import Settings
 
 WeightsCheck = Literal["counters", "full"]
@@ -58,9 +48,6 @@ class ModelSession:
         stats: Stats,
         trace: RequestTrace,
         has_requests: Callable[[], bool],
-        *,
-        keep_memory: bool,
-        dtype: torch.dtype | None,
     ):
         self.settings = settings
         self.executor: Executor | None = None
@@ -68,8 +55,6 @@ class ModelSession:
         self._stats = stats
         self._trace = trace
         self._has_requests = has_requests
-        self._keep_memory = keep_memory
-        self._dtype = dtype
         self._weights = WeightsVersion(model)
         self._modules: list[nn.Module] = list(model.modules())
         self._limits: dict[str, int] = {}
@@ -154,7 +139,7 @@ class ModelSession:
 
     def release_if_idle(self) -> None:
         """Release everything if no call and no request is left, unless keep_memory=True."""
-        if self._keep_memory or self.num_calls or self._has_requests():
+        if self.settings.keep_memory or self.num_calls or self._has_requests():
             return
         if self.executor is not None:
             self.loop.drain()
@@ -196,7 +181,7 @@ class ModelSession:
         for name, value in self._limits.items():
             setattr(loop.scheduler, name, value)
         if "max_num_batched_tokens" in self._limits:
-            loop.max_tokens_while_decoding = None
+            loop.costs.max_tokens_while_decoding = None
 
     def _release_if_incompatible(self, key: BuildKey) -> None:
         """Release an executor that was built for another key."""
@@ -214,7 +199,7 @@ class ModelSession:
         """The dtype to compute in, where it differs from that of the weights."""
         parameter = next(self._model.parameters())
         device_type = parameter.device.type
-        dtype = self._dtype
+        dtype = self.settings.dtype
         if dtype is None and torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
         if dtype is None and "forward" in vars(self._model):
@@ -251,155 +236,3 @@ class ModelSession:
         scheduler.pages.clear_prefixes()
         scheduler.cache_salt = str(self._weights.number)
         return updated
-
-
-@dataclass(frozen=True, slots=True)
-class BuildKey:
-    """What an executor is built for; a model with another key needs another executor."""
-
-    device: torch.device
-    kv_dtype: torch.dtype
-    cast_dtype: torch.dtype | None
-    """Compute dtype, where it is narrower than the weights."""
-    modules: Sequence[nn.Module]
-    """The fused kernels were verified on these; adding or removing adapters changes the list."""
-
-    def __str__(self) -> str:
-        return f"{self.kv_dtype} on {self.device}, {len(self.modules)} modules"
-
-
-@dataclass(slots=True, eq=False)
-class Executor:
-    """Everything that was built around one model."""
-
-    loop: StepLoop
-    runner: ModelRunner
-    cast_weights: CastWeights | None
-    fused_ops: FusedOps
-    key: BuildKey
-
-
-def build_key(modules: Sequence[nn.Module], cast_dtype: torch.dtype | None) -> BuildKey:
-    """The key of a model as it is now.
-
-    Keys and values have the dtype of the first weight that a layer multiplies with.
-    """
-    weight, gathered_dtype = None, None
-    for module in modules:
-        if isinstance(module, FSDPModule):  # shards have another dtype than gathered parameters
-            gathered_dtype = module._get_fsdp_state()._mp_policy.param_dtype
-        if (weight := _matmul_weight(module)) is not None:
-            break
-    if weight is None:
-        weight = next(modules[0].parameters())
-    kv_dtype = cast_dtype or gathered_dtype or weight.dtype
-    return BuildKey(weight.device, kv_dtype, cast_dtype, modules)
-
-
-def _matmul_weight(module: nn.Module) -> Tensor | None:
-    weight = module._parameters.get("weight") if is_matmul(module) else None
-    return weight if weight is not None and weight.is_floating_point() else None
-
-
-def build_executor(
-    model: Any, settings: Settings, stats: Stats, trace: RequestTrace, key: BuildKey
-) -> Executor:
-    """Build everything for a model that has this key now."""
-    device = _single_device(model)
-    check_supported(model)
-    cast_weights = None if key.cast_dtype is None else CastWeights(key.modules, key.cast_dtype)
-    budget = budget_bytes(settings.memory, device) - (cast_weights.bytes if cast_weights else 0)
-    graph_budget = 0
-    if device.type == "cuda":
-        budget -= stacked_bytes(model, key.kv_dtype.itemsize)
-        if settings.cuda_graphs and not gathers_parameters(key.modules):
-            graph_budget = _graph_budget(model, settings, key.kv_dtype, budget)
-        budget -= graph_budget
-    cache = _build_cache(model, settings, key.kv_dtype, device, budget)
-    batch_params = BatchParams(settings.max_num_seqs)
-    scheduler = _build_scheduler(settings, cache.num_pages, batch_params, stats, trace)
-    runner = ModelRunner(
-        model,
-        cache,
-        batch_params,
-        stats,
-        device,
-        graph_budget,
-        settings.max_model_len,
-        tokens_ahead=0 if settings.target_itl is None else settings.max_num_batched_tokens,
-    )
-    checker = CacheChecker(cache.num_pages, settings.page_size) if settings.debug else None
-    loop = StepLoop(
-        scheduler,
-        runner,
-        batch_params,
-        stats,
-        cache_checker=checker,
-        target_itl=settings.target_itl,
-        max_tokens_while_decoding=settings.max_tokens_while_decoding,
-    )
-    return Executor(loop, runner, cast_weights, build_fused_ops(model, runner, settings), key)
-
-
-def build_fused_ops(model: Any, runner: ModelRunner, settings: Settings) -> FusedOps:
-    """Verify fused kernels on a model as its forwards are now; none on a CPU."""
-    if runner.device.type != "cuda":
-        return FusedOps([])
-    max_graph_rows = settings.max_num_seqs if runner.replays.enabled else 0
-    return FusedOps(verified_ops(model, runner.cache, max_graph_rows))
-
-
-def _build_cache(
-    model: Any, settings: Settings, dtype: torch.dtype, device: torch.device, budget: int
-) -> PagedCache:
-    shapes, page_size = layer_shapes(model), settings.page_size
-    page_bytes = PagedCache.bytes_per_page(shapes, page_size, dtype)
-    max_pages = settings.max_num_seqs * -(-settings.max_model_len // page_size)
-    num_pages = smallest_of_replica(model, min(budget // page_bytes, max_pages))
-    if num_pages < 1:
-        raise ValueError(
-            f"memory={settings.memory!r} leaves {budget} bytes, one page of {page_size} "
-            f"tokens takes {page_bytes}: allow more memory"
-        )
-    cache = PagedCache(num_pages, page_size, shapes, dtype, device)
-    record_engine_bytes(num_pages * page_bytes, device)
-    return cache
-
-
-def _build_scheduler(
-    settings: Settings,
-    num_pages: int,
-    batch_params: BatchParams,
-    stats: Stats,
-    trace: RequestTrace,
-) -> Scheduler:
-    def on_admit(request: Request) -> None:
-        batch_params.admit(request)
-        stats.record_admitted(request, perf_counter())
-
-    return Scheduler(
-        PageAllocator(num_pages, settings.page_size),
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_model_len=settings.max_model_len,
-        max_waiting=settings.max_waiting,
-        on_admit=on_admit,
-        trace=trace,
-    )
-
-
-def _single_device(model: Any) -> torch.device:
-    devices = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
-    if len(devices) > 1:
-        raise ValueError(
-            f"the model is on {', '.join(sorted(map(str, devices)))}: the engine runs it on one "
-            "device; load it without device_map, or move it with model.to(device)"
-        )
-    return devices.pop()
-
-
-def _graph_budget(model: Any, settings: Settings, dtype: torch.dtype, budget: int) -> int:
-    """Bytes for the graphs of every shape, at most a quarter of the memory."""
-    config = model.config.get_text_config()
-    sizes = settings.max_num_seqs, config.vocab_size, config.hidden_size, dtype.itemsize
-    return max(1, min(graph_bytes(*sizes), budget // 4))

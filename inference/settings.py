@@ -1,4 +1,4 @@
-"""Engine settings: validated, with defaults resolved against the model and its device."""
+"""Engine settings: validated, with defaults for the model and its device."""
 
 from __future__ import annotations
 
@@ -20,36 +20,33 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_SETTING = 2**31 - 1
 """Lengths and counts are kept in 32 bits."""
 _TOKENS_WHILE_DECODING = 2048
-"""By default, on a GPU. Steps of 16,384 tokens are no faster where requests decode (on an H200, 1B
-shape: 3 % slower with long prompts, equal with short ones), and hold these up for 50 ms."""
+"""Default on a GPU. While requests decode, steps of 16,384 tokens are no faster (on an H200, 1B
+shape: 3 % slower with long prompts, equal with short ones) and delay their tokens by 50 ms."""
 _TOKENS_PER_SEQ = 4
-"""With many requests: steps need room for prompts beside a token of each."""
+"""With many requests, steps need capacity for prompts beside one token of each request."""
 _POSITION_TABLE = re.compile(r"(^|\.)(wpe|\w*position\w*)(\.base_layer)?$")
 """Names of learned position tables; adapters wrap the layer that they adapt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What an executor is built with."""
+    """The arguments of `Engine`, with their defaults."""
 
     memory: Memory
     page_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_tokens_while_decoding: int | None
-    """The same for steps that a running request waits for; None: `max_num_batched_tokens`."""
+    """Maximum tokens of a captured step while requests decode; None: `max_num_batched_tokens`."""
     max_model_len: int
     max_model_len_reason: str
-    """Why the model allows no more, where its positions would."""
+    """Why the model allows no longer sequences although it has the positions."""
     max_waiting: int | None
     target_itl: float | None
+    keep_memory: bool
+    dtype: torch.dtype | None
     cuda_graphs: bool
     debug: bool
-
-    @property
-    def length_limit(self) -> tuple[int, str]:
-        """`max_model_len` and its reason."""
-        return self.max_model_len, self.max_model_len_reason
 
 
 def resolve_settings(
@@ -62,6 +59,8 @@ def resolve_settings(
     max_model_len: int | None,
     max_waiting: int | None,
     target_itl: float | None,
+    keep_memory: bool,
+    dtype: torch.dtype | None,
     cuda_graphs: bool,
     debug: bool,
 ) -> Settings:
@@ -86,8 +85,10 @@ def resolve_settings(
         max_model_len_reason="" if limit is None or longest < limit.length else limit.reason,
         max_waiting=None if max_waiting is None else check_positive("max_waiting", max_waiting),
         target_itl=_target_itl(model, target_itl),
-        cuda_graphs=cuda_graphs,
-        debug=debug,
+        keep_memory=_check_flag("keep_memory", keep_memory),
+        dtype=check_dtype(dtype),
+        cuda_graphs=_check_flag("cuda_graphs", cuda_graphs),
+        debug=_check_flag("debug", debug),
     )
 
 
@@ -112,8 +113,14 @@ def check_positive(name: str, value: int | None, default: int | None = None) -> 
     return int(value)
 
 
+def _check_flag(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; pass True or False")
+    return value
+
+
 def check_seed(seed: int) -> int:
-    """Return a whole number."""
+    """Return a seed that is a whole number."""
     if isinstance(seed, bool) or not isinstance(seed, Integral):
         raise ValueError(f"seed is {seed!r}; it must be a whole number")
     return int(seed)
@@ -191,9 +198,9 @@ def _position_tables(model: nn.Module) -> list[int]:
 
 
 def _text_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that text passes, with their names: those of vision and audio are left out.
+    """Yield the modules that process text, with their names, without those for vision and audio.
 
-    Parts of a model for other inputs have a config of their own.
+    Parts of a model for other inputs have their own config.
     """
     text_types = {type(model.config), type(model.config.get_text_config())}
     foreign: list[str] = []

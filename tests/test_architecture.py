@@ -79,7 +79,7 @@ LAYERS = {
     ],
     "inference": [
         {"harness"}, {"data_parallel", "logprob_parity", "batch_invariant"}, {"engine"},
-        {"request_runner"}, {"session"}, {"settings"}, {"fused"}, {"execution"},
+        {"request_runner"}, {"session"}, {"executor"}, {"settings"}, {"fused"}, {"execution"},
         {"scheduling"}, {"metrics"}, {"requests"}, {"live_model", "pretrained"},
     ],
     "recipes": [

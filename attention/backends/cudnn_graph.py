@@ -153,7 +153,7 @@ def forward_graph(shape: GraphShape) -> Graph:
     """Return the graph of the forward."""
     graph = Graph(shape)
     heads, value_dim = shape.q[0], shape.v[1]
-    q, k, v = (graph.ragged(name, getattr(shape, name)) for name in "qkv")
+    q, k, v = (graph.ragged("q", shape.q), graph.ragged("k", shape.k), graph.ragged("v", shape.v))
     out, lse = graph.graph.sdpa(q=q, k=k, v=v, generate_stats=True, **graph.causal)
     graph.ragged("out", _contiguous(heads, value_dim), out)
     graph.ragged("lse", _contiguous(heads, 1), lse)
@@ -165,7 +165,7 @@ def backward_graph(shape: GraphShape) -> Graph:
     """Return the graph of the backward; the gradients are contiguous."""
     graph = Graph(shape)
     heads, value_dim = shape.q[0], shape.v[1]
-    q, k, v = (graph.ragged(name, getattr(shape, name)) for name in "qkv")
+    q, k, v = (graph.ragged("q", shape.q), graph.ragged("k", shape.k), graph.ragged("v", shape.v))
     out, grad = (graph.ragged(name, _contiguous(heads, value_dim)) for name in ("out", "grad"))
     lse = graph.ragged("lse", _contiguous(heads, 1))
     gradients = graph.graph.sdpa_backward(
@@ -173,8 +173,8 @@ def backward_graph(shape: GraphShape) -> Graph:
         max_total_seq_len_q=shape.tokens, max_total_seq_len_kv=shape.tokens,
         use_deterministic_algorithm=shape.deterministic, **graph.causal,
     )  # fmt: skip
-    for name, gradient in zip("qkv", gradients, strict=True):
-        graph.ragged(f"d{name}", _contiguous(*getattr(shape, name)[:2]), gradient)
+    for name, of, gradient in zip("qkv", (shape.q, shape.k, shape.v), gradients, strict=True):
+        graph.ragged(f"d{name}", _contiguous(*of[:2]), gradient)
     return graph.plan()
 
 

@@ -120,12 +120,8 @@ def _forced_backend(paged: bool) -> str | None:
     if forced is not None:
         return forced
     name = os.environ.get("NOPAD_ATTENTION") or None
-    known = name in BACKENDS
-    return (
-        None
-        if known and not hasattr(BACKEND_MODULES[name], "paged" if paged else "packed")
-        else name
-    )
+    lacks_kind = name in BACKENDS and name not in (PAGED_BACKENDS if paged else _PACKED)
+    return None if lacks_kind else name
 
 
 @lru_cache(maxsize=4096)
@@ -160,7 +156,7 @@ def unsupported_reason(name: str, spec: CallSpec) -> str | None:
 
 
 def _declared_limit(name: str, spec: CallSpec) -> str | None:
-    if not hasattr(BACKEND_MODULES[name], "paged" if spec.paged else "packed"):
+    if name not in (PAGED_BACKENDS if spec.paged else _PACKED):
         return "it does not read pages" if spec.paged else "it only reads pages"
     return BACKEND_MODULES[name].unsupported_reason(spec)
 

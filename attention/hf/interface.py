@@ -54,7 +54,8 @@ def attention(
         cu_seq_lens_q, max_length_q = kwargs.get("cu_seq_lens_k"), kwargs.get("max_length_k")
     if varlen is None and cu_seq_lens_q is not None:
         _check_not_sliced(cu_seq_lens_q, query.shape[0])
-        varlen = Varlen(cu_seq_lens_q, _max_length(max_length_q, query))
+        longest = query.shape[0] * query.shape[2] if max_length_q is None else int(max_length_q)
+        varlen = Varlen(cu_seq_lens_q, longest)
     if varlen is None:
         varlen = current_varlen(module)
     compiling, paged, layer = torch.compiler.is_compiling(), False, 0
@@ -75,7 +76,8 @@ def attention(
     if layer == 0 and not compiling:
         _check_head(varlen, query.shape[0])
     rows, columns = query.shape[0], query.shape[2]
-    q, k, v = (_flatten(x) for x in _cast_to_one_dtype(query, key, value))
+    # (B, H, T, D) -> (B*T, H, D): a view, if the layer transposed a (B, T, H, D).
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in _cast_to_one_dtype(query, key, value))
     out = attend(
         q,
         k,
@@ -97,11 +99,6 @@ def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
     return getattr(module, "sliding_window", None)
 
 
-def _flatten(x: Tensor) -> Tensor:
-    """(B, H, T, D) -> (B*T, H, D); a view if the layer transposed a (B, T, H, D)."""
-    return x.transpose(1, 2).flatten(0, 1)
-
-
 def _cast_to_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rotary embeddings in fp32 leave q and k wider than v; autocast casts inputs of products."""
     device = q.device.type
@@ -117,10 +114,6 @@ def _check_not_sliced(cu_seq_lens: Tensor, rows: int) -> None:
             "which a stock Trainer calls too, slices it like a row of the batch; use "
             "PackedAccelerateLoader, PackedTrainer or PackedDataModule of nopad.trainer for packs"
         )
-
-
-def _max_length(max_length: int | None, query: Tensor) -> int:
-    return query.shape[0] * query.shape[2] if max_length is None else int(max_length)
 
 
 def _infer_varlen(query: Tensor, position_ids: Tensor | None) -> tuple[Varlen, str]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .mask_patch import document_mask
 
@@ -210,4 +211,4 @@ def _zero_entries(values: Tensor, is_trained: bool) -> Any:
 
 def _local(parameter: Any) -> Tensor:
     """Return this rank's part of a parameter that is spread over ranks."""
-    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -139,7 +139,7 @@ def _wrap(original: Any) -> Any:
     def preprocess(
         config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> tuple:
-        if getattr(config, "_attn_implementation", None) == ATTN_IMPLEMENTATION:
+        if config._attn_implementation == ATTN_IMPLEMENTATION:
             _check_no_mask(attention_mask)
             if not torch.compiler.is_compiling():
                 _check_served(config)

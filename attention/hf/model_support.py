@@ -68,7 +68,7 @@ def _declared_reason(model: Any) -> str | None:
     config = model.config
     if (reason := not_causal_lm_reason(model)) is not None:
         return reason
-    model_type = getattr(config, "model_type", type(model).__name__)
+    model_type = config.model_type
     if (reason := config_reason(config)) is not None:
         return reason
     if not _uses_interface(model):

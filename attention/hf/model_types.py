@@ -42,7 +42,7 @@ _STATEFUL_LAYERS = ("linear", "mamba", "conv", "recurrent", "hybrid")
 def config_reason(config: Any, paged: bool = True) -> str | None:
     """Return what a config says against `nopad`; None if nothing. paged: for generation as well."""
     config = config.get_text_config()
-    model_type = getattr(config, "model_type", type(config).__name__)
+    model_type = config.model_type
     types = _UNSUPPORTED_TYPES | (_ONLY_UNPAGED if paged else {})
     if model_type in types:
         return f"{model_type} {types[model_type]}"

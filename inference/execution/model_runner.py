@@ -20,7 +20,7 @@ from ...attention.paging import PageCopy
 from ...runtime import is_out_of_memory
 from ..metrics.stats import Stats
 from ..scheduling.loop import OutOfMemory
-from ..scheduling.step import BatchParams, Step, StepOutput
+from ..scheduling.step import Step, StepOutput
 from .cuda_graphs import GraphReplays
 from .sampler import Filters, LogitEdits, Penalties, SamplingInputs, gather_logprobs, sample
 from .transfer import HostDeviceCopy
@@ -38,7 +38,7 @@ class ModelRunner:
         self,
         model: Any,
         cache: PagedCache,
-        batch_params: BatchParams,
+        num_rows: int,
         stats: Stats,
         device: torch.device,
         graph_byte_budget: int,
@@ -47,20 +47,17 @@ class ModelRunner:
     ):
         """Set up the buffers.
 
+        num_rows: maximum requests of a step.
         graph_byte_budget: memory for CUDA graphs, 0 for none.
-        tokens_ahead: capture the graphs of steps with prompts, up to so many tokens, before the
-            first step.
+        tokens_ahead: capture the graphs of prefill steps up to this size before the first step.
         """
         self.lookahead = 1 if device.type == "cuda" else 0
         self.cache = cache
         self._model = model
-        self._row_params = batch_params
         self.device = device
         self._transfer = HostDeviceCopy(device)
         # The extra entry receives the tokens of a graph's padding rows.
-        self._last_tokens = torch.zeros(
-            len(batch_params.seed) + 1, dtype=torch.int64, device=device
-        )
+        self._last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self._token_history = self._last_tokens.new_zeros(len(self._last_tokens), 0)
         self._layers_checked = False
         self._stats = stats
@@ -103,9 +100,7 @@ class ModelRunner:
         outputs = [tokens]
         if step.num_logprobs >= 0:
             (targets,) = self._transfer.to_device([step.score_targets])
-            logprobs = gather_logprobs(logits, torch.cat([tokens, targets]), step.num_logprobs)
-            outputs += [logprobs.logprob, logprobs.is_greedy]
-            outputs += [logprobs.top_tokens, logprobs.top_logprobs]
+            outputs += gather_logprobs(logits, torch.cat([tokens, targets]), step.num_logprobs)
         read = self._transfer.to_host(outputs)
         return lambda: StepOutput(*read())
 
@@ -156,37 +151,19 @@ class ModelRunner:
 
     def _sampling_inputs(self, step: Step) -> SamplingInputs:
         """Copy the sampler's inputs to the device."""
-        c = step.sampling
-        if c.argmax_only:
-            return SamplingInputs()
-        temperature = uniform = None
-        if c.temperature is not None and c.uniform is not None:
-            temperature, uniform = self._transfer.to_device([c.temperature, c.uniform])
-        edits = None if c.edits is None else LogitEdits(*self._transfer.to_device(list(c.edits)))
-        filters = penalties = None
-        if c.filter_indices is not None:
-            rows, params = step.sampled_rows[c.filter_indices], self._row_params
-            columns = [c.filter_indices, params.top_k[rows], params.top_p[rows], params.min_p[rows]]
-            filters = Filters(*self._transfer.to_device(columns))
-        if c.penalty_indices is not None:
-            penalties = self._penalties(step, c.penalty_indices)
+        arrays, copy = step.sampling, self._transfer.to_device
+        temperature = uniform = edits = penalties = filters = None
+        if arrays.temperature is not None and arrays.uniform is not None:
+            temperature, uniform = copy([arrays.temperature, arrays.uniform])
+        if arrays.edits is not None:
+            edits = LogitEdits(*copy(arrays.edits))
+        if arrays.filters is not None:
+            filters = Filters(*copy(arrays.filters))
+        if arrays.penalties is not None:
+            self._seed_history(step, arrays.penalties[0])
+            logit_rows, batch_rows, *columns = copy(arrays.penalties)
+            penalties = Penalties(logit_rows, self._token_history[batch_rows], *columns)
         return SamplingInputs(edits, penalties, temperature, uniform, filters)
-
-    def _penalties(self, step: Step, indices: np.ndarray) -> Penalties:
-        rows, params = step.sampled_rows[indices], self._row_params
-        self._seed_history(step, indices)
-        logit_rows, batch_rows, *columns = self._transfer.to_device(
-            [
-                indices,
-                rows,
-                params.prompt_len[rows],
-                step.sampled_positions[indices],
-                params.repetition_penalty[rows],
-                params.presence_penalty[rows],
-                params.frequency_penalty[rows],
-            ]
-        )
-        return Penalties(logit_rows, self._token_history[batch_rows], *columns)
 
     def _seed_history(self, step: Step, indices: np.ndarray) -> None:
         """Write the tokens the host knows of a request with penalties, once, when it starts.

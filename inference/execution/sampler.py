@@ -11,6 +11,7 @@ rather than greedy, yields token -1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,8 +139,7 @@ def _apply_penalties(logits: Tensor, p: Penalties) -> None:
     logits.index_copy_(0, p.rows, logit_rows)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Logprobs:
+class Logprobs(NamedTuple):
     """Log-probabilities of the model itself, before temperature, filters and penalties."""
 
     logprob: Tensor
@@ -152,7 +152,7 @@ class Logprobs:
 def gather_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
     """Return the log-probabilities of one token per row, and of the `num_top` most likely ones.
 
-    They are NaN in rows that are no distribution: with a NaN, an infinite or no finite logit.
+    Rows whose logits contain a NaN or an infinity, or are all minus infinity, give NaN.
     """
     logits = logits.float()
     total = logits.logsumexp(dim=-1)

@@ -12,7 +12,7 @@ import difflib
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, redirect_stdout
 from copy import deepcopy
 from numbers import Integral, Real
@@ -189,7 +189,7 @@ def _check_fewshot(name: str, task: Any) -> None:
     """Raise if a task has fewer examples than its prompts show."""
     wanted = task.get_config("num_fewshot") or 0
     pool: Any = getattr(getattr(task, "sampler", None), "df", None)
-    if not wanted or not hasattr(pool, "__len__"):
+    if not wanted or not isinstance(pool, Sized):
         return
     # An example of the evaluated split is not shown in its own prompt.
     shares_split = task.get_config("fewshot_split") == task.get_config("test_split")

@@ -1,6 +1,7 @@
 """Prompts to requests, and sampled tokens to completions, scores and stream events."""
 
-from .output_processor import Detokenizer, OutputProcessor, RequestGroup
+from .detokenizer import Detokenizer
+from .output_processor import OutputProcessor, RequestGroup
 from .outputs import Completion, Score, StreamEvent, TokenLogprob
 from .request import Request
 from .request_builder import RequestBuilder

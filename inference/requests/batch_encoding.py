@@ -8,10 +8,11 @@ Ids without a mask that begin or end with padding raise: the model would read it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 _WITHOUT_EFFECT = {
     "token_type_ids", "special_tokens_mask", "offset_mapping", "length", "num_truncated_tokens",
@@ -29,7 +30,7 @@ def split_batch(name: str, prompts: Any) -> Any:
     if not isinstance(prompts, Mapping):
         return prompts
     ids, mask = _columns(name, prompts)
-    if len(ids) and not hasattr(ids[0], "__len__"):
+    if len(ids) and not _has_length(ids[0]):
         raise ValueError(f"{name} is one tokenized text; pass a list: tokenizer([text])")
     if mask is None:
         return [{"input_ids": row} for row in ids]
@@ -48,7 +49,7 @@ def without_padding(prompt: Mapping[str, Any]) -> Any:
     [5]
     """
     ids, mask = _columns("a prompt", prompt)
-    if len(ids) and hasattr(ids[0], "__len__"):  # a batch of one, as `return_tensors` gives it
+    if len(ids) and _has_length(ids[0]):  # a batch of one, as `return_tensors` gives it
         if len(ids) > 1:
             raise ValueError(f"a prompt holds {len(ids)} tokenized texts; pass one for each")
         ids, mask = ids[0], None if mask is None else mask[0]
@@ -101,8 +102,12 @@ def _ids_without_mask(prompt: Any) -> Any:
     if isinstance(prompt, Mapping):
         prompt = None if has_mask(prompt) else prompt.get("input_ids")
     prompt = to_host(prompt)
-    is_row = hasattr(prompt, "__len__") and not isinstance(prompt, str) and len(prompt) > 0
-    return prompt if is_row and not hasattr(prompt[0], "__len__") else None
+    is_row = _has_length(prompt) and not isinstance(prompt, str) and len(prompt) > 0
+    return prompt if is_row and not _has_length(prompt[0]) else None
+
+
+def _has_length(value: Any) -> bool:
+    return isinstance(value, Sized)
 
 
 def _is_id(value: Any, token: int) -> bool:
@@ -121,4 +126,4 @@ def _columns(name: str, batch: Mapping[str, Any]) -> tuple[Any, Any]:
 
 def to_host(values: Any) -> Any:
     """Return torch tensors as NumPy arrays; anything else unchanged."""
-    return values.detach().cpu().numpy() if hasattr(values, "detach") else values
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else values

@@ -63,25 +63,23 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in _NUMERIC_FIELDS:
-            if type(value := getattr(self, name)) not in _PYTHON_TYPES:
-                object.__setattr__(self, name, _to_python(value))
+        values = {name: _to_python(getattr(self, name)) for name in _NUMERIC_FIELDS}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(
             self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids)
         )
         object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
         for name, (is_valid, rule) in _CONSTRAINTS.items():
-            value = getattr(self, name)
-            if not _is_number(value) or not is_valid(value):
+            if not _is_number(value := values[name]) or not is_valid(value):
                 raise ValueError(f"{name} is {value!r}; it must {rule}")
         for name in _INTEGER_FIELDS:
-            value = getattr(self, name)
+            value = values[name]
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ValueError(f"{name} is {value!r}; it must be a whole number")
         for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
+            if (value := values[name]) is not None and value < 0:
                 raise ValueError(f"{name} is {value}; it must be 0 or more, or None for none")
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False")
@@ -132,7 +130,9 @@ _PYTHON_TYPES = (int, float, bool, type(None))
 
 
 def _to_python(value: Any) -> Any:
-    """The Python number of a NumPy or torch scalar; anything else unchanged."""
+    """Return the Python number of a NumPy or torch scalar; anything else unchanged."""
+    if type(value) in _PYTHON_TYPES:
+        return value
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 

@@ -8,7 +8,7 @@ context once. Logits are computed only at positions whose next token is scored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from numbers import Integral
 from typing import Any
 
@@ -206,7 +206,7 @@ def _start_token(tokenizer: TokenizerAdapter) -> int:
 
 
 def _check_list(name: str, value: Any) -> None:
-    if isinstance(value, str) or not hasattr(value, "__len__"):
+    if isinstance(value, str) or not isinstance(value, Sized):
         raise ValueError(f"{name} is one {type(value).__name__}; pass a list of {name}")
 
 

@@ -1,10 +1,10 @@
-"""Prompts to token ids and back: text, ids or chat messages in, text out."""
+"""From prompts to token ids and back: text, ids or chat messages in, text out."""
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -20,7 +20,7 @@ Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]] | Mappin
 
 
 class RequestError(ValueError):
-    """A fault of one request, which its completion carries; any other ValueError is the call's."""
+    """One request is wrong and its completion has the error; other ValueErrors end the call."""
 
 
 class TokenizerAdapter:
@@ -48,8 +48,16 @@ class TokenizerAdapter:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a text, read each time: training may change them."""
-        return _eos_token_ids(self._model, self.tokenizer)
+        """End-of-text tokens, read each time: training may change them."""
+        eos = _first(self._configs, "eos_token_id")
+        own = _first([self.tokenizer], "eos_token_id")
+        ids = [] if eos is None else [eos] if isinstance(eos, int) else eos
+        return frozenset(ids if own is None else [*ids, own])
+
+    @property
+    def _configs(self) -> tuple[Any, Any]:
+        """The generation_config, which models that cannot generate lack, and the config."""
+        return getattr(self._model, "generation_config", None), self._model.config
 
     @property
     def vocab_size(self) -> int:
@@ -65,9 +73,9 @@ class TokenizerAdapter:
     ) -> np.ndarray:
         """Return the token ids of a prompt; RequestError if the model cannot take it.
 
-        Any other ValueError is a fault of the call: a wrong type, or text without a tokenizer.
+        Other ValueErrors end the call: a prompt of a wrong type, or text without a tokenizer.
 
-        vocab_size: that of the model, if the caller has it: reading it takes time.
+        vocab_size: that of the model, if the caller knows it; reading it takes time.
         """
         may_be_padded = False
         if _is_id_list(prompt):
@@ -94,11 +102,12 @@ class TokenizerAdapter:
         return array
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, without special ones."""
+        """Return the text of tokens, without special ones."""
         return self._require("text").decode(tokens, skip_special_tokens=True)
 
     def check_params(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters for this model; ValueError if they do not suit it."""
+        """Return the parameters as they apply to this model; ValueError if they do not."""
+        check_generation_config(self._configs[0], not params.is_greedy)
         if params.stop:
             params = self._special_stops_to_ids(params)
         for token in (*params.logit_bias, *params.stop_token_ids):
@@ -110,10 +119,6 @@ class TokenizerAdapter:
                 "name fewer stop_token_ids"
             )
         return params
-
-    def check_generation_config(self, is_sampled: bool) -> None:
-        """Refuse a generation_config with settings that the engine does not support."""
-        check_generation_config(getattr(self._model, "generation_config", None), is_sampled)
 
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end a request with these parameters."""
@@ -159,9 +164,7 @@ class TokenizerAdapter:
             check_rows(prompts, pad)
 
     def _special_token(self, name: str) -> int | None:
-        configs = (getattr(self._model, "generation_config", None), self._model.config)
-        owners = (self.tokenizer, *configs)
-        return next((t for o in owners if (t := getattr(o, name, None)) is not None), None)
+        return _first([self.tokenizer, *self._configs], name)
 
     def _out_of_vocab(self, token: int) -> str:
         return (
@@ -217,7 +220,7 @@ def _call_tokenizer(function: Callable[..., Any], prompt: Any, **options: Any) -
 
 
 def _is_id_list(prompt: Any) -> bool:
-    """Whether a prompt is a list that starts with an id: the most common one, told apart fast."""
+    """Whether a prompt is a list that starts with an id: the most common kind, found fast."""
     return type(prompt) is list and len(prompt) > 0 and type(prompt[0]) is int
 
 
@@ -231,19 +234,12 @@ def _is_messages(prompt: Any) -> bool:
 
 
 def _find_embeddings(model: Any) -> tuple[dict[str, Any], str]:
-    """The module dict and name of the input embeddings: asking the model each time is slow."""
+    """Return where the input embeddings are: asking the model for them each time is slow."""
     embeddings = model.get_input_embeddings()
     children = ((m._modules, name) for m in model.modules() for name in m._modules)
     return next((modules, name) for modules, name in children if modules[name] is embeddings)
 
 
-def _eos_token_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
-    ids: set[int] = set()
-    for config in (getattr(model, "generation_config", None), model.config):
-        eos = getattr(config, "eos_token_id", None)
-        if eos is not None:
-            ids.update([eos] if isinstance(eos, int) else eos)
-            break
-    if getattr(tokenizer, "eos_token_id", None) is not None:
-        ids.add(tokenizer.eos_token_id)  # pyright: ignore[reportOptionalMemberAccess]
-    return frozenset(ids)
+def _first(owners: Iterable[Any], name: str) -> Any:
+    """Return the first value of an attribute that is set; configs and tokenizers may lack it."""
+    return next((t for owner in owners if (t := getattr(owner, name, None)) is not None), None)

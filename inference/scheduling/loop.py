@@ -11,7 +11,6 @@ The loop knows token ids only; the caller detokenizes and reports stop strings
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
@@ -56,27 +55,18 @@ class StepLoop:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        batch_params: BatchParams,
         stats: Stats,
         clock: Callable[[], float] = perf_counter,
         cache_checker: CacheChecker | None = None,
-        target_itl: float | None = None,
-        max_tokens_while_decoding: int | None = None,
+        costs: StepCosts | None = None,
     ):
-        """Set up an empty loop.
-
-        target_itl: seconds that a step should take at most; prompts are cut accordingly.
-        max_tokens_while_decoding: without it, tokens of a step that a running request waits for.
-        """
-        self.target_itl = target_itl
-        self.max_tokens_while_decoding = max_tokens_while_decoding
-        self.costs = StepCosts()
-        self._last_read_at = 0.0
         self.scheduler = scheduler
         self.stats = stats
         self.clock = clock
+        self.costs = costs or StepCosts()
+        self._last_read_at = 0.0
         self._runner = runner
-        self._row_params = batch_params
+        self._batch_params = BatchParams(len(scheduler.page_table))
         self._cache_checker = cache_checker
         # The checker follows token ids, so it needs every one on the host.
         self._lookahead = 0 if cache_checker is not None else runner.lookahead
@@ -128,15 +118,19 @@ class StepLoop:
         return updated
 
     def _step(self) -> list[Request]:
-        updated = self._expire_overdue()
-        plan = self.scheduler.plan(self._max_tokens())
+        updated = self.scheduler.pop_overdue(self.clock())
+        for request in updated:
+            self._finish(request, "deadline")
+        scheduler, page_size = self.scheduler, self.scheduler.pages.page_size
+        plan = scheduler.plan(self._max_tokens())
+        for request in plan.admitted:
+            self._batch_params.admit(request)
+            self.stats.record_admitted(request, self.clock())
         if plan.copies:
             self._runner.copy_pages(plan.copies)
         if plan.requests:
             start = self.clock()
-            scheduler = self.scheduler
-            page_size = scheduler.pages.page_size
-            step = build_step(plan.requests, scheduler.page_table, page_size, self._row_params)
+            step = build_step(plan.requests, scheduler.page_table, page_size, self._batch_params)
             if self._cache_checker is not None:
                 self._cache_checker.copy(plan.copies)
                 self._cache_checker.check(step, scheduler.cache_salt)
@@ -153,28 +147,10 @@ class StepLoop:
         return updated
 
     def _max_tokens(self) -> int | None:
-        """Return how many tokens the next step may have; None: as many as the scheduler allows.
-
-        Without a request that waits for its next token nobody is held up.
-        """
+        """Return the maximum tokens of the next step; None: the scheduler's own limit."""
         if not any(request.output_token_ids for request in self.scheduler.running):
-            return None
-        sizes, limit = self._runner.step_sizes, self.max_tokens_while_decoding
-        tokens = None
-        if self.target_itl is not None:
-            tokens = self.costs.tokens_within(self.target_itl)
-        if tokens is None:
-            # Without a graph a step takes long, however few tokens it has.
-            return limit if limit is not None and sizes and limit <= sizes[-1] else None
-        if not sizes or tokens > sizes[-1]:
-            return tokens
-        return sizes[max(bisect_right(sizes, tokens) - 1, 0)]
-
-    def _expire_overdue(self) -> list[Request]:
-        overdue = self.scheduler.pop_overdue(self.clock())
-        for request in overdue:
-            self._finish(request, "deadline")
-        return overdue
+            return None  # no request is decoding, so a long step delays no token
+        return self.costs.max_tokens(self._runner.step_sizes)
 
     def _receive(
         self,

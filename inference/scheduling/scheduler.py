@@ -14,7 +14,6 @@ makes progress. Pure integers, no tensors.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
@@ -42,6 +41,8 @@ class SchedulerOutput:
     """Each with `num_scheduled` set."""
     copies: list[PageCopy] = field(default_factory=list)
     """Pages to copy before the step."""
+    admitted: list[Request] = field(default_factory=list)
+    """Requests that got a row for this step, also after a preemption."""
     prefilled: list[Request] = field(default_factory=list)
     """Requests whose prompt the step completes; filled in when the plan is committed."""
 
@@ -58,7 +59,6 @@ class Scheduler:
         max_model_len: int,
         max_waiting: int | None = None,
         max_scored_positions: int = 1024,
-        on_admit: Callable[[Request], None] = lambda request: None,
         trace: RequestTrace | None = None,
     ):
         """Start with nothing queued.
@@ -80,7 +80,6 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prefix_hit_tokens = 0
         self.num_admitted_tokens = 0
-        self._on_admit = on_admit
         self._trace = trace or RequestTrace()
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._num_finished_waiting = 0
@@ -298,7 +297,7 @@ class Scheduler:
         self.num_admitted_tokens += request.num_tokens
         event = "resumed" if request.num_preemptions else "admitted"
         self._trace.add(request.id, event, hit=hit.tokens)
-        self._on_admit(request)
+        plan.admitted.append(request)
         return True
 
     def _preempt(self, victim: Request, by: Request, why: str = "no page is left") -> None:

@@ -76,17 +76,18 @@ class SamplingArrays:
     temperature: np.ndarray | None
     uniform: np.ndarray | None
     """Random numbers in [0, 1)."""
-    filter_indices: np.ndarray | None
-    """Which of the S have top-k, top-p or min-p."""
-    penalty_indices: np.ndarray | None
-    """Which of the S have penalties."""
-    edits: tuple[np.ndarray, np.ndarray, np.ndarray] | None
+    filters: list[np.ndarray] | None
+    """Index among the S, top_k, top_p and min_p of the requests that have one of these."""
+    penalties: list[np.ndarray] | None
+    """Index among the S, batch row, prompt length, position of the new token, and the repetition,
+    presence and frequency penalty, of the requests that have one."""
+    edits: list[np.ndarray] | None
     """Changes of single logits: index among the S, token id, value to add."""
 
     @property
     def argmax_only(self) -> bool:
         """Whether every request takes the most likely token of unchanged logits."""
-        return self.temperature is None and self.edits is None and self.penalty_indices is None
+        return self.temperature is None and self.edits is None and self.penalties is None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,25 +232,26 @@ def _scored(
 
 
 def _sampling_arrays(
-    sampled: list[Request], rows: np.ndarray, positions: np.ndarray, batch_params: BatchParams
+    sampled: list[Request], rows: np.ndarray, positions: np.ndarray, p: BatchParams
 ) -> SamplingArrays:
-    temperature = batch_params.temperature[rows]
+    temperature, filters, penalties = p.temperature[rows], None, None
     is_random = bool(temperature.any())
-    (filter_indices,) = batch_params.has_filters[rows].nonzero()
-    (penalty_indices,) = batch_params.has_penalties[rows].nonzero()
-    (edit_indices,) = batch_params.has_logit_edits[rows].nonzero()
+    if len(indices := p.has_filters[rows].nonzero()[0]):
+        columns = (p.top_k, p.top_p, p.min_p)
+        filters = [indices, *(column[rows[indices]] for column in columns)]
+    if len(indices := p.has_penalties[rows].nonzero()[0]):
+        at, columns = rows[indices], (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+        penalties = [indices, at, p.prompt_len[at], positions[indices], *(c[at] for c in columns)]
     return SamplingArrays(
         temperature=temperature if is_random else None,
-        uniform=uniform(batch_params.seed[rows], positions) if is_random else None,
-        filter_indices=filter_indices if len(filter_indices) else None,
-        penalty_indices=penalty_indices if len(penalty_indices) else None,
-        edits=_logit_edits(sampled, edit_indices),
+        uniform=uniform(p.seed[rows], positions) if is_random else None,
+        filters=filters,
+        penalties=penalties,
+        edits=_logit_edits(sampled, p.has_logit_edits[rows].nonzero()[0]),
     )
 
 
-def _logit_edits(
-    sampled: list[Request], indices: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+def _logit_edits(sampled: list[Request], indices: np.ndarray) -> list[np.ndarray] | None:
     """Changes of single logits: a bias, and no stop token before `min_tokens`."""
     entries: list[tuple[int, int, float]] = []
     for index in indices.tolist():
@@ -263,4 +265,4 @@ def _logit_edits(
     if not entries:
         return None
     rows, tokens, values = zip(*entries, strict=True)
-    return np.array(rows), np.array(tokens), np.array(values, dtype=np.float32)
+    return [np.array(rows), np.array(tokens), np.array(values, dtype=np.float32)]

@@ -1,6 +1,12 @@
-"""What a step costs on this device, measured as steps run: seconds = base + per_token x tokens."""
+"""What a step costs on this device, measured as steps run: seconds = base + per_token x tokens.
+
+While requests decode, the costs limit the prompt tokens of a step, so that it meets `target_itl`.
+"""
 
 from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
 
 _MEMORY = 0.98
 """Weight of what was known before a step, after it."""
@@ -19,12 +25,21 @@ class StepCosts:
     (0.003, 4000)
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, target_itl: float | None = None, max_tokens_while_decoding: int | None = None
+    ):
+        """Start without measurements.
+
+        target_itl: target inter-token latency in seconds; None: throughput.
+        max_tokens_while_decoding: without a target, maximum tokens of a captured step.
+        """
+        self.target_itl = target_itl
+        self.max_tokens_while_decoding = max_tokens_while_decoding
         self._num_steps = 0
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
 
     def record(self, num_tokens: int, seconds: float) -> None:
-        """Take in a step."""
+        """Update the estimate with a step."""
         if self._num_steps >= _MIN_STEPS:
             seconds = min(seconds, _OUTLIER * self.estimate(num_tokens))
         self._num_steps += 1
@@ -35,16 +50,31 @@ class StepCosts:
         self._products = _MEMORY * self._products + num_tokens * seconds
 
     def estimate(self, num_tokens: int) -> float:
-        """Return how long a step of as many tokens takes."""
+        """Return the seconds that a step with `num_tokens` takes."""
         base, per_token = self._line()
         return base + per_token * num_tokens
 
     def tokens_within(self, seconds: float) -> int | None:
-        """Return how many tokens a step of that time has; None if it is not known yet."""
+        """Return how many tokens fit into a step of `seconds`; None if not known yet."""
         if self._num_steps < _MIN_STEPS:
             return None
         base, per_token = self._line()
         return max(0, round((seconds - base) / per_token)) if per_token > 0 else None
+
+    def max_tokens(self, sizes: Sequence[int]) -> int | None:
+        """Return the maximum tokens of a step while requests decode; None: no limit.
+
+        sizes: `Runner.step_sizes`.
+        """
+        tokens, limit = None, self.max_tokens_while_decoding
+        if self.target_itl is not None:
+            tokens = self.tokens_within(self.target_itl)
+        if tokens is None:
+            # Without a graph a step takes long, however few tokens it has.
+            return limit if limit is not None and sizes and limit <= sizes[-1] else None
+        if not sizes or tokens > sizes[-1]:
+            return tokens
+        return sizes[max(bisect_right(sizes, tokens) - 1, 0)]
 
     def _line(self) -> tuple[float, float]:
         mean, mean_seconds = self._tokens / self._weight, self._seconds / self._weight

@@ -14,7 +14,7 @@ import torch
 from fake_tokenizer import FakeTokenizer
 from nopad.inference import DataParallelEngine, Engine, SamplingParams
 from nopad.inference.live_model import weights_version
-from nopad.inference.requests.output_processor import Detokenizer, find_stop
+from nopad.inference.requests.detokenizer import Detokenizer, find_stop
 from nopad.inference.scheduling.cache_checker import check_scheduler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -184,7 +184,7 @@ ANY_ORDER = given(
 
 
 def in_this_order(model, alone, calls, running, waiting, pages, keep, depth) -> None:
-    with patch("nopad.inference.session.StepLoop", partial(deep, depth)):
+    with patch("nopad.inference.executor.StepLoop", partial(deep, depth)):
         engine = Engine(
             model, TOKENIZER, page_size=16, max_num_seqs=running, max_waiting=waiting,
             max_num_batched_tokens=40, memory=pages * PAGE, keep_memory=keep,

@@ -6,7 +6,8 @@ import pytest
 from fake_tokenizer import FakeTokenizer
 from nopad.inference import Engine, SamplingParams
 from nopad.inference.request_runner import MIN_QUEUED
-from nopad.inference.requests.request_builder import broadcast_params, running_order
+from nopad.inference.requests.prompt_spec import broadcast_params
+from nopad.inference.requests.request_builder import running_order
 from nopad.inference.scheduling.loop import StepLoop
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -96,7 +96,7 @@ def tokens_while_decoding(monkeypatch, tiny, ranks: int = 1, **arguments) -> int
     monkeypatch.setattr(model, "parameters", lambda: iter([on_gpu]))
     names = ("page_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_waiting")
     defaults = dict.fromkeys((*names, "target_itl")) | {"memory": 0.5}
-    flags = {"cuda_graphs": True, "debug": False}
+    flags = {"keep_memory": True, "dtype": None, "cuda_graphs": True, "debug": False}
     return settings.resolve_settings(
         model, **defaults | flags | arguments
     ).max_tokens_while_decoding
@@ -114,9 +114,9 @@ def test_the_loop_is_built_with_it_until_a_user_sets_a_number(tiny):
     session = engine._session
     session.settings = replace(session.settings, max_tokens_while_decoding=2048)
     engine.generate([[5, 6]])
-    assert engine._loop.max_tokens_while_decoding == 2048
+    assert engine._loop.costs.max_tokens_while_decoding == 2048
     engine.max_num_batched_tokens = 64
-    assert engine._loop.max_tokens_while_decoding is None
+    assert engine._loop.costs.max_tokens_while_decoding is None
     engine.release()
     engine.generate([[5, 6]])
-    assert engine._loop.max_tokens_while_decoding is None
+    assert engine._loop.costs.max_tokens_while_decoding is None

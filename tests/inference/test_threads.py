@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from nopad.inference import DataParallelEngine, Engine, batch_invariant
+from nopad.inference.executor import BuildKey
 from nopad.inference.scheduling.cache_checker import check_scheduler
-from nopad.inference.session import BuildKey
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 PROMPTS = [[5 + k, 6, 7 + k, *range(20, 40)] for k in range(4)]

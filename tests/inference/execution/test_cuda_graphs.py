@@ -14,7 +14,6 @@ from nopad.inference import Engine, SamplingParams, session
 from nopad.inference.execution.cuda_graphs import StepGraphs
 from nopad.inference.execution.model_runner import ModelRunner
 from nopad.inference.metrics.stats import Stats
-from nopad.inference.scheduling.step import BatchParams
 
 
 def step(rows: int = 3, pages: int = 2) -> Any:
@@ -60,9 +59,7 @@ def test_a_backend_that_cannot_be_captured_leaves_the_graphs_of_others(caplog):
 
     nothing: Any = None
     cpu = torch.device("cpu")
-    runner = ModelRunner(
-        nothing, nothing, BatchParams(4), Stats(), cpu, graph_byte_budget=0, max_model_len=64
-    )
+    runner = ModelRunner(nothing, nothing, 4, Stats(), cpu, graph_byte_budget=0, max_model_len=64)
     runner.replays._graphs = Graphs()  # pyright: ignore[reportAttributeAccessIssue]
     with caplog.at_level(logging.INFO, "nopad.inference"), force_paged_backend("sdpa"):
         for _ in range(3):

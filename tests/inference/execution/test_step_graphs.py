@@ -195,7 +195,7 @@ def test_steps_that_running_requests_wait_for_are_smaller_where_they_are_graphs(
     make_engine, graphs
 ):
     engine = make_engine(graphs)
-    engine._loop.max_tokens_while_decoding = 24
+    engine._loop.costs.max_tokens_while_decoding = 24
     sizes, launch = [], engine._executor.runner.launch
     engine._executor.runner.launch = lambda step: sizes.append(len(step.token_ids)) or launch(step)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -216,7 +216,7 @@ def test_steps_that_running_requests_wait_for_are_smaller_where_they_are_graphs(
 def test_prompts_are_cut_so_that_no_step_exceeds_its_target(make_engine):
     engine = make_engine(True, target_itl=0.0045)
     loop = engine._loop
-    loop.costs = costs = StepCosts()
+    loop.costs = costs = StepCosts(target_itl=0.0045)
     for tokens in (1, 8, 24, 48, 10, 30):
         costs.record(tokens, 1e-3 + 1e-4 * tokens)
     costs.record = lambda *_: None  # the clock of a test machine says nothing

@@ -11,8 +11,8 @@ import pytest
 import torch
 from nopad.inference import Engine, SamplingParams
 from nopad.inference.execution import cuda_graphs
+from nopad.inference.executor import build_key
 from nopad.inference.live_model.cast_weights import CastWeights
-from nopad.inference.session import build_key
 from torch import nn
 
 PROMPT = list(range(5, 45))

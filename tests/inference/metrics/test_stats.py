@@ -41,8 +41,6 @@ def test_no_more_than_all_rows_and_pages_are_ever_in_use(tiny):
 def test_a_token_nobody_wants_any_more_is_not_counted(world, expected):
     """With a step in flight an end is noticed late: the token after it is dropped here too."""
     w = world(64, 16, max_num_seqs=1, max_num_batched_tokens=64, lookahead=1)
-    admit = w.scheduler._on_admit
-    w.scheduler._on_admit = lambda r: (admit(r), w.stats.record_admitted(r, w.time))
     first = Request(0, np.arange(9), 30, SamplingParams(temperature=0))
     first.stop_token_ids = frozenset(expected(first)[2:3])
     second = Request(1, np.arange(9) + 1, 13, SamplingParams(temperature=0))

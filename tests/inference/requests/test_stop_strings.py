@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from fake_tokenizer import FakeTokenizer
 from nopad.inference import Engine, SamplingParams
-from nopad.inference.requests.output_processor import Detokenizer, RequestGroup
+from nopad.inference.requests.detokenizer import Detokenizer
+from nopad.inference.requests.output_processor import RequestGroup
 from nopad.inference.requests.request import Request
 
 

@@ -13,7 +13,7 @@ from nopad.inference.requests.request import Request
 from nopad.inference.scheduling.cache_checker import CacheChecker, check_scheduler
 from nopad.inference.scheduling.loop import StepLoop
 from nopad.inference.scheduling.scheduler import Scheduler
-from nopad.inference.scheduling.step import BatchParams, Step, StepOutput
+from nopad.inference.scheduling.step import Step, StepOutput
 
 VOCAB_SIZE = 50
 POSITION_KEYS = splitmix64(np.arange(1, 1025, dtype=np.uint64))
@@ -89,21 +89,17 @@ class World:
         check=True,
         **options,
     ):
-        self.batch_params = BatchParams(max_num_seqs)
         self.scheduler = Scheduler(
             PageAllocator(num_pages, page_size),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=1024,
-            on_admit=self.batch_params.admit,
             **options,
         )
         self.runner = OracleRunner(num_pages, page_size, max_num_seqs, lookahead, check)
         self.time = 0.0
         self.stats = Stats()
-        self.loop = StepLoop(
-            self.scheduler, self.runner, self.batch_params, self.stats, lambda: self.time
-        )
+        self.loop = StepLoop(self.scheduler, self.runner, self.stats, lambda: self.time)
 
     def step(self) -> list[Request]:
         self.time += 1

@@ -1,0 +1,162 @@
+"""The executor: cache, scheduler, model runner and step loop, built for one state of a model.
+
+Settings ─▶ memory budget ─▶ PagedCache ─▶ Scheduler ┐
+                                 └───▶ ModelRunner ──┴─▶ StepLoop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..attention import PageAllocator, PagedCache, check_supported, layer_shapes
+from .execution.cuda_graphs import graph_bytes
+from .execution.memory_budget import budget_bytes, record_engine_bytes
+from .execution.model_runner import ModelRunner
+from .fused.fused_ops import FusedOps, verified_ops
+from .fused.qkv_weights import stacked_bytes
+from .live_model.cast_weights import CastWeights, is_matmul
+from .live_model.lockstep import gathers_parameters
+from .live_model.replica import smallest_of_replica
+from .metrics.request_trace import RequestTrace
+from .metrics.stats import Stats
+from .scheduling.cache_checker import CacheChecker
+from .scheduling.loop import StepLoop
+from .scheduling.scheduler import Scheduler
+from .scheduling.step_costs import StepCosts
+from .settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class BuildKey:
+    """What an executor is built for; a model with another key needs another executor."""
+
+    device: torch.device
+    kv_dtype: torch.dtype
+    cast_dtype: torch.dtype | None
+    """Compute dtype, where it is narrower than the weights."""
+    modules: Sequence[nn.Module]
+    """The fused kernels were verified on these; adding or removing adapters changes the list."""
+
+    def __str__(self) -> str:
+        return f"{self.kv_dtype} on {self.device}, {len(self.modules)} modules"
+
+
+@dataclass(slots=True, eq=False)
+class Executor:
+    """Everything that was built around one model."""
+
+    loop: StepLoop
+    runner: ModelRunner
+    cast_weights: CastWeights | None
+    fused_ops: FusedOps
+    key: BuildKey
+
+
+def build_key(modules: Sequence[nn.Module], cast_dtype: torch.dtype | None) -> BuildKey:
+    """The key of a model as it is now.
+
+    Keys and values have the dtype of the first weight that a layer multiplies with.
+    """
+    weight, gathered_dtype = None, None
+    for module in modules:
+        if isinstance(module, FSDPModule):  # shards have another dtype than gathered parameters
+            gathered_dtype = module._get_fsdp_state()._mp_policy.param_dtype
+        if (weight := _matmul_weight(module)) is not None:
+            break
+    if weight is None:
+        weight = next(modules[0].parameters())
+    kv_dtype = cast_dtype or gathered_dtype or weight.dtype
+    return BuildKey(weight.device, kv_dtype, cast_dtype, modules)
+
+
+def _matmul_weight(module: nn.Module) -> Tensor | None:
+    weight = module._parameters.get("weight") if is_matmul(module) else None
+    return weight if weight is not None and weight.is_floating_point() else None
+
+
+def build_executor(
+    model: Any, settings: Settings, stats: Stats, trace: RequestTrace, key: BuildKey
+) -> Executor:
+    """Build everything for a model that has this key now."""
+    device = _single_device(model)
+    check_supported(model)
+    cast_weights = None if key.cast_dtype is None else CastWeights(key.modules, key.cast_dtype)
+    budget = budget_bytes(settings.memory, device) - (cast_weights.bytes if cast_weights else 0)
+    graph_budget = 0
+    if device.type == "cuda":
+        budget -= stacked_bytes(model, key.kv_dtype.itemsize)
+        if settings.cuda_graphs and not gathers_parameters(key.modules):
+            graph_budget = _graph_budget(model, settings, key.kv_dtype, budget)
+        budget -= graph_budget
+    cache = _build_cache(model, settings, key.kv_dtype, device, budget)
+    scheduler = Scheduler(
+        PageAllocator(cache.num_pages, settings.page_size),
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len,
+        max_waiting=settings.max_waiting,
+        trace=trace,
+    )
+    runner = ModelRunner(
+        model,
+        cache,
+        settings.max_num_seqs,
+        stats,
+        device,
+        graph_budget,
+        settings.max_model_len,
+        tokens_ahead=0 if settings.target_itl is None else settings.max_num_batched_tokens,
+    )
+    checker = CacheChecker(cache.num_pages, settings.page_size) if settings.debug else None
+    costs = StepCosts(settings.target_itl, settings.max_tokens_while_decoding)
+    loop = StepLoop(scheduler, runner, stats, cache_checker=checker, costs=costs)
+    return Executor(loop, runner, cast_weights, build_fused_ops(model, runner, settings), key)
+
+
+def build_fused_ops(model: Any, runner: ModelRunner, settings: Settings) -> FusedOps:
+    """Verify fused kernels on a model as its forwards are now; none on a CPU."""
+    if runner.device.type != "cuda":
+        return FusedOps([])
+    max_graph_rows = settings.max_num_seqs if runner.replays.enabled else 0
+    return FusedOps(verified_ops(model, runner.cache, max_graph_rows))
+
+
+def _build_cache(
+    model: Any, settings: Settings, dtype: torch.dtype, device: torch.device, budget: int
+) -> PagedCache:
+    shapes, page_size = layer_shapes(model), settings.page_size
+    page_bytes = PagedCache.bytes_per_page(shapes, page_size, dtype)
+    max_pages = settings.max_num_seqs * -(-settings.max_model_len // page_size)
+    num_pages = smallest_of_replica(model, min(budget // page_bytes, max_pages))
+    if num_pages < 1:
+        raise ValueError(
+            f"memory={settings.memory!r} leaves {budget} bytes, one page of {page_size} "
+            f"tokens takes {page_bytes}: allow more memory"
+        )
+    cache = PagedCache(num_pages, page_size, shapes, dtype, device)
+    record_engine_bytes(num_pages * page_bytes, device)
+    return cache
+
+
+def _single_device(model: Any) -> torch.device:
+    devices = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model is on {', '.join(sorted(map(str, devices)))}: the engine runs it on one "
+            "device; load it without device_map, or move it with model.to(device)"
+        )
+    return devices.pop()
+
+
+def _graph_budget(model: Any, settings: Settings, dtype: torch.dtype, budget: int) -> int:
+    """Bytes for the graphs of every shape, at most a quarter of the memory."""
+    config = model.config.get_text_config()
+    sizes = settings.max_num_seqs, config.vocab_size, config.hidden_size, dtype.itemsize
+    return max(1, min(graph_bytes(*sizes), budget // 4))
