@@ -35,12 +35,12 @@ from .settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class BuildKey:
-    """What an executor is built for; a model with another key needs another executor."""
+    """The state of a model that an executor is built for; another key needs another executor."""
 
     device: torch.device
     kv_dtype: torch.dtype
     cast_dtype: torch.dtype | None
-    """Compute dtype, where it is narrower than the weights."""
+    """Dtype to compute in, if it is narrower than the weights."""
     modules: Sequence[nn.Module]
     """The fused kernels were verified on these; adding or removing adapters changes the list."""
 
@@ -50,7 +50,7 @@ class BuildKey:
 
 @dataclass(slots=True, eq=False)
 class Executor:
-    """Everything that was built around one model."""
+    """Everything that was built for one model."""
 
     loop: StepLoop
     runner: ModelRunner
@@ -60,9 +60,9 @@ class Executor:
 
 
 def build_key(modules: Sequence[nn.Module], cast_dtype: torch.dtype | None) -> BuildKey:
-    """The key of a model as it is now.
+    """Return the key of a model as it is now.
 
-    Keys and values have the dtype of the first weight that a layer multiplies with.
+    Keys and values have the dtype of the first weight that is used in a matrix product.
     """
     weight, gathered_dtype = None, None
     for module in modules:
@@ -121,7 +121,7 @@ def build_executor(
 
 
 def build_fused_ops(model: Any, runner: ModelRunner, settings: Settings) -> FusedOps:
-    """Verify fused kernels on a model as its forwards are now; none on a CPU."""
+    """Verify fused kernels on the current forwards of a model; there are none on a CPU."""
     if runner.device.type != "cuda":
         return FusedOps([])
     max_graph_rows = settings.max_num_seqs if runner.replays.enabled else 0
@@ -156,7 +156,7 @@ def _single_device(model: Any) -> torch.device:
 
 
 def _graph_budget(model: Any, settings: Settings, dtype: torch.dtype, budget: int) -> int:
-    """Bytes for the graphs of every shape, at most a quarter of the memory."""
+    """Return the bytes for CUDA graphs: those of all shapes, at most a quarter of the memory."""
     config = model.config.get_text_config()
     sizes = settings.max_num_seqs, config.vocab_size, config.hidden_size, dtype.itemsize
     return max(1, min(graph_bytes(*sizes), budget // 4))

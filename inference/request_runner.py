@@ -2,17 +2,17 @@
 
 groups ─▶ queue ─▶ step, step, … ─▶ detokenize, stop ─▶ events of the call that submitted them
 
-Blocking calls of several threads share steps. One of them drives: it queues the requests of all and
-runs steps until it has completions to return or to report. The others wait for theirs; one of them
-drives next.
+Blocking calls of several threads share steps. One of them is the driver: it queues the requests of
+all calls and runs steps until it has completions to return or to report. The others wait; one of
+them becomes the next driver.
 
     thread 1   generate ─▶ step ─ step ─ step ─▶ done
     thread 2        generate ·······················─▶ step ─ step ─▶ done
     thread 3          generate ··········─▶ done
 
-After a step the driver returns the model if a thread waits for it, so that others may begin.
-Progress is reported without the model, so a callback may raise, call the engine or wait for others.
-Prompts of `generate` are read and queued a few at a time, while the device runs a step.
+If a thread waits for the model, the driver returns it after the step, so that new calls can start.
+It also returns the model before progress is reported: a callback may raise, call the engine or wait
+for other threads. `generate` tokenizes and queues a few prompts at a time, while the device runs.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from .scheduling.loop import StepLoop
 from .session import ModelSession, WeightsCheck
 
 MIN_QUEUED = 64
-"""Requests whose prompts are read before a step, or more to fill it: a cached prefix may leave few
-tokens of each to run."""
+"""Minimum number of requests to queue before a step, and more until their prompts fill it: with
+cached prefixes, each may have only a few tokens to run."""
 
 BuildGroups = Callable[[float], Iterable[RequestGroup]]
-"""From the time at which a call began to its groups; called once the engine is built."""
+"""Returns the groups of a call that started at the given time; called once the engine is built."""
 
 
 class Call:
-    """A blocking call: its requests, and the completions it has so far."""
+    """A blocking call, with its active requests and its completions so far."""
 
     def __init__(self, on_finished: Callable[[int], Any] | None, paced: bool):
-        """Describe a call of this thread; on_finished, paced: as in `run_to_completion`."""
+        """Create a call of this thread; on_finished, paced: as in `run_to_completion`."""
         self.thread = get_ident()
         self.paced = paced
         self.queued_at: float | None = None
-        """When its first request could be queued."""
+        """Time at which its first request could be queued."""
         self.is_started = self.is_over = False
         self.error: Exception | None = None
-        """A fault of this call alone."""
+        """An exception that ends this call alone."""
         self.completions: dict[int, Completion] = {}
         self._on_finished = on_finished
         self._num_reported = 0
@@ -67,14 +67,14 @@ class Call:
         return len(self.completions) - self._num_reported if self._on_finished else 0
 
     def start(self, build: BuildGroups, outputs: OutputProcessor) -> None:
-        """Begin, or begin again after the requests were lost."""
+        """Start, or start again after the requests were lost."""
         self.events, self.active = EventQueue(), dict[int, RequestGroup]()
         self.backlog, self.has_more = self._requests(build, outputs), True
         self.completions = {}
         self.is_started = self.is_new = True
 
     def collect(self) -> bool:
-        """Take the completions that are there; return whether there are any."""
+        """Take the new completions from the events; return whether there are any."""
         new = {e.request_id: e.completion for e in self.events if e.completion is not None}
         self.events.clear()
         for group_id in new:
@@ -83,7 +83,7 @@ class Call:
         return bool(new)
 
     def report(self) -> None:
-        """Tell the caller how many completions are new."""
+        """Pass the number of new completions to the caller's function."""
         if self._on_finished and (new := self._num_unreported) > 0:
             self._num_reported += new
             self._on_finished(new)
@@ -98,7 +98,7 @@ class Call:
 
 
 class RequestRunner:
-    """Queue requests, run steps and hand out results.
+    """Queue requests, run steps and publish results.
 
     Every method but `run_to_completion` needs the model's lock.
     """
@@ -119,13 +119,13 @@ class RequestRunner:
         self._calls: list[Call] = []
         """Blocking calls that are not over."""
         self._sharing_key: Hashable = None
-        """What these calls have in common."""
+        """`ModelSession.sharing_key` of these calls."""
         self._driver: Call | None = None
-        """The one whose thread runs their steps."""
+        """The call whose thread runs the steps of all calls."""
         self._changed = Condition()
         """Notified when calls end, have completions or need a driver."""
         self._entrance = ModelLock()
-        """Held by the thread that waits for these calls to end; later ones begin after it."""
+        """Held by a thread that waits for these calls to end; later calls start after it."""
 
     @property
     def loop(self) -> StepLoop:
@@ -133,7 +133,7 @@ class RequestRunner:
 
     @contextmanager
     def borrow_model(self, weights_check: WeightsCheck = "full") -> Iterator[None]:
-        """Borrow the model; if a fault drops the executor, all requests end with an error."""
+        """Borrow the model; if an exception drops the executor, all requests end with an error."""
         try:
             with self._session.borrow(weights_check) as updated:
                 self._process_outputs(updated)
@@ -145,9 +145,9 @@ class RequestRunner:
 
     @contextmanager
     def lock_model(self) -> Iterator[None]:
-        """Hold the model's lock, once no call runs whose steps this thread could not share.
+        """Hold the model's lock; wait first for calls whose steps this thread cannot share.
 
-        A thread that has the lock or a call already does not wait: the others may wait for it.
+        A thread that already has the lock or a call does not wait, since others may wait for it.
         """
         with ExitStack() as stack:
             if self._lock.is_mine or get_ident() in [call.thread for call in [*self._calls]]:
@@ -160,7 +160,7 @@ class RequestRunner:
             yield
 
     def _lock_to_share(self, stack: ExitStack) -> bool:
-        """Hold the model's lock in a stack, if this thread may run steps for all calls."""
+        """Enter the model's lock into `stack` if this thread may run steps for all calls."""
         with self._lock:
             if may_share := not self._calls or self._shares_steps():
                 stack.enter_context(self._lock)
@@ -181,16 +181,17 @@ class RequestRunner:
         on_finished: Callable[[int], Any] | None = None,
         paced: bool = False,
     ) -> dict[int, Completion]:
-        """Return the completions of a call by id, from steps of this thread or of another.
+        """Run a call; return its completions by group id.
 
-        A call whose requests were lost, because another one failed, begins again.
+        Steps run in this thread or in that of another call. If another call fails and its requests
+        are lost, this call starts again.
 
         Args:
-            check_call: checks the call, and returns what builds its groups.
-            on_finished: is called in this thread with the number of new completions, while the
-                model is in the trainer's state. What it raises ends this call alone.
-            paced: taking a group takes time, so take a few before every step. If one of them has
-                an invalid prompt, those before it are aborted.
+            check_call: checks the call, and returns the function that builds its groups.
+            on_finished: called in this thread with the number of new completions, while the model
+                is in the trainer's state. If it raises, only this call ends.
+            paced: build only a few groups before every step, because tokenizing takes time. If a
+                prompt is invalid, the requests before it are aborted.
         """
         call = Call(on_finished, paced)
         try:
@@ -217,7 +218,7 @@ class RequestRunner:
         self._session.num_calls += 1
 
     def _drive(self, call: Call) -> None:
-        """Run steps for all calls until this one has news, or a thread waits for the model."""
+        """Run steps for all calls until this call has news or a thread waits for the model."""
         may_share = self._lock.depth == 1 and self._sharing_key is not None
         has_new_calls = any(each.is_new for each in self._calls)
         self._driver = call
@@ -232,7 +233,7 @@ class RequestRunner:
         self._notify()
 
     def _serve_calls(self) -> None:
-        """Queue the requests of all calls, hand out completions, end the calls that are done."""
+        """Queue the requests of all calls, collect completions, and end the calls that are done."""
         for call in list(self._calls):
             call.is_new = False
             call.queued_at = self.loop.clock() if call.queued_at is None else call.queued_at
@@ -248,7 +249,7 @@ class RequestRunner:
                 self._remove(call)
 
     def _wait(self, call: Call) -> None:
-        """Report progress, and wait while another thread runs the steps of a call."""
+        """Report progress, and wait while another thread runs the steps."""
         call.report()
         while call.is_started and not call.is_over and self._driver not in (None, call):
             with self._changed:
@@ -260,7 +261,7 @@ class RequestRunner:
             self._changed.notify_all()
 
     def _leave(self, call: Call) -> None:
-        """End a call that its caller does not wait for any longer."""
+        """End a call whose caller no longer waits for it."""
         with self._lock:
             if call in self._calls:
                 self._abort_call(call)
@@ -283,13 +284,13 @@ class RequestRunner:
         self._notify()
 
     def run_step(self) -> None:
-        """Run one step of all active requests, and hand out its results."""
+        """Run one step of all active requests, and publish its results."""
         self._process_outputs(self.loop.step())
         if self._session.settings.debug:
             check_scheduler(self.loop.scheduler)
 
     def queue(self, request: Request, since: float) -> None:
-        """Queue a request, which waits until the scheduler admits it; it was sent at `since`."""
+        """Queue a request for the scheduler; `since`: when it was sent."""
         self._stats.record_queued(request, since)
         self.loop.scheduler.add(request)
 
@@ -322,7 +323,7 @@ class RequestRunner:
         return unfinished
 
     def fail_all(self, error: str) -> None:
-        """End all active requests with an error; blocking calls of other threads begin again."""
+        """End all active requests with an error; blocking calls of other threads start again."""
         for call in list(self._calls):
             call.is_started = False
             self._remove(call)
@@ -332,7 +333,7 @@ class RequestRunner:
             self._trace.add(request.id, "finished", why="error", tokens=num_tokens)
 
     def _process_outputs(self, updated: list[Request]) -> None:
-        """Detokenize new tokens, end the requests that reached a stop string, queue events."""
+        """Detokenize new tokens, end requests at stop strings, and queue events."""
         stopped = self._outputs.detokenize(updated)
         self.loop.apply_stop_strings(updated, stopped)
         self._outputs.publish(updated)

@@ -1,8 +1,7 @@
-"""The engine's session on a live model: borrow it per call, keep the executor between calls.
+"""The session of an engine on a live model: borrow it per call, keep the executor between calls.
 
-Each call borrows the model, builds the executor if there is none, and checks whether the weights
-are still those that computed the cached keys. When the call ends, for whatever reason, the model is
-back in the trainer's state. The executor is what runs requests: cache, scheduler, runner and loop.
+Each call borrows the model, builds the executor if there is none, and drops the cached keys if the
+weights have changed. After the call, also if it raises, the model is back in the trainer's state.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from .scheduling.loop import StepLoop
 from .settings import Settings
 
 WeightsCheck = Literal["counters", "full"]
-"""What is compared with the last check.
+"""What is compared with the state of the model at the last check.
 
 - "counters": the version counters of all tensors, and the adapters; if requests were added since
   then, also hooks, forwards and attributes.
@@ -58,11 +57,11 @@ class ModelSession:
         self._weights = WeightsVersion(model)
         self._modules: list[nn.Module] = list(model.modules())
         self._limits: dict[str, int] = {}
-        """Limits that were set after construction, for this executor and later ones."""
+        """Limits that the user set after construction, for this executor and later ones."""
         self.has_new_requests = False
-        """Whether requests came since hooks, forwards and attributes were last compared."""
+        """Whether requests were added since hooks, forwards and attributes were compared."""
         self.num_calls = 0
-        """Blocking calls that are not over, and borrows, one inside the other."""
+        """Unfinished blocking calls plus nested borrows."""
         self._autocast_dtype: tuple[torch.dtype | None] | None = None
         """Result of `detect_autocast_dtype`, once it was called."""
 
@@ -79,9 +78,9 @@ class ModelSession:
 
     @contextmanager
     def borrow(self, weights_check: WeightsCheck = "full") -> Iterator[list[Request]]:
-        """Put the model into generation state; yield requests updated by steps that were awaited.
+        """Put the model into generation state; yield the requests that a changed model updated.
 
-        An exception inside drops the executor, and with it the requests that it runs.
+        An exception inside drops the executor and the requests that it runs.
         """
         full_check = weights_check == "full"
         modules = self._modules
@@ -113,9 +112,9 @@ class ModelSession:
             self.release_if_idle()
 
     def sharing_key(self) -> Hashable:
-        """What calls of two threads must have in common to share steps; None: they cannot.
+        """Return a key; two threads may share steps if theirs are equal, and never if it is None.
 
-        A step uses the autocast and contexts of the thread that runs it. Where it needs other
+        A step uses the autocast and contexts of the thread that runs it. If a step involves other
         ranks, all of them must run the same requests.
         """
         if not fused_ops_enabled() or len(replica_ranks(self._model)) > 1:
@@ -127,13 +126,13 @@ class ModelSession:
         return None if gathers_parameters(modules) else (key, forced_paged_backend(), stream)
 
     def _is_same_model(self) -> bool:
-        """Whether the model is that of the last check, as far as no value has to be read."""
+        """Whether the model is that of the last check, without reading values of tensors."""
         if self.has_new_requests and not self._weights.forwards_unchanged():
             return False
         return self._weights.unchanged()
 
     def is_current(self) -> bool:
-        """Whether modules, tensors, counters and adapters are those that the executor last saw."""
+        """Whether modules, tensors, version counters and adapters are those of the last check."""
         self._release_if_incompatible(build_key(list(self._model.modules()), self._cast_dtype()))
         return self.executor is not None and self._weights.unchanged()
 
@@ -152,7 +151,7 @@ class ModelSession:
         return self._limits[name] if name in self._limits else getattr(self.settings, name)
 
     def set_limit(self, name: str, value: int) -> None:
-        """Set one of them, for this executor and later ones."""
+        """Set one of these limits, for this executor and later ones."""
         self._limits[name] = value
         if self.executor is not None:
             self._apply_limits(self.loop)
@@ -196,7 +195,7 @@ class ModelSession:
         self.release()
 
     def _cast_dtype(self) -> torch.dtype | None:
-        """The dtype to compute in, where it differs from that of the weights."""
+        """Return the dtype to compute in if it differs from that of the weights."""
         parameter = next(self._model.parameters())
         device_type = parameter.device.type
         dtype = self.settings.dtype
@@ -209,11 +208,11 @@ class ModelSession:
         return None if dtype is None or dtype == parameter.dtype else dtype
 
     def _on_any_rank(self, changed: bool) -> bool:
-        """Whether this holds on any rank of the replica: each sees the values of its own shard."""
+        """Whether any rank of the replica has seen a change; each checks its own shard."""
         return not smallest_of_replica(self._model, int(not changed))
 
     def _invalidate_if_changed(self) -> list[Request]:
-        """Drop what other weights computed: cached prefixes, and the keys of running requests."""
+        """Drop cached prefixes and the keys of running requests if the weights have changed."""
         assert self.executor is not None
         runner, cast_weights = self.executor.runner, self.executor.cast_weights
         # Ranks in lockstep vote before each forward, which a CUDA graph cannot contain.
@@ -224,7 +223,7 @@ class ModelSession:
             runner.replays.drop()
         if changed or self._weights.moved or recast:
             self.executor.fused_ops.drop_patches()
-        if self._weights.forward_changed:  # graphs and fused kernels hold what forwards were
+        if self._weights.forward_changed:  # graphs and fused kernels contain the old forwards
             runner.replays.drop()
             self.executor.fused_ops = build_fused_ops(self._model, runner, self.settings)
         runner.replays.adapters = self._weights.adapters

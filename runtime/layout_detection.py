@@ -4,9 +4,8 @@
     a device mesh: of the user, the strategy, the model's parameters   ├─▶ find_layout ─▶ Layout
     a Transformers model (tp_plan=, distributed_config=)               ┘
 
-Everything that gives packs to ranks asks here. Where no model is known, as in a data set, every
-device mesh and every sharded Transformers model that is alive in this process counts: a mesh is
-registered nowhere.
+Everything that gives packs to ranks calls it. If no model is known, as in a data set, every device
+mesh and every sharded Transformers model that is alive in this process counts.
 """
 
 from __future__ import annotations
@@ -232,6 +231,8 @@ def _live_axes() -> Iterator[Found]:
     """Look through the objects of this process, which takes a fraction of a second."""
     if world_size() == 1:
         return
+    # No list has them all: torch registers no meshes, a mesh dimension over all ranks has the
+    # unnamed default process group, and a mesh of `tp_plan=` is only known to its model.
     readers: dict[type, Any] = {}  # by type: there are far fewer types than objects
     for thing in gc.get_objects():
         kind = type(thing)

@@ -1,4 +1,4 @@
-"""Running a step on the device: upload its arrays, run the model, sample, copy tokens back.
+"""Run a step on the device: upload its arrays, run the model, sample, copy tokens back.
 
 Step (host) ─one copy─▶ ids, positions, pages ─▶ model ─▶ logits to sample or score ─▶ tokens
                           ▲                                                             │
@@ -67,7 +67,7 @@ class ModelRunner:
 
     @property
     def step_sizes(self) -> Sequence[int]:
-        """Tokens of the graphs of steps with prompts; none if such steps run without one."""
+        """Token counts of the graphs of prefill steps; empty if such steps run without a graph."""
         return self.replays.step_sizes
 
     def copy_pages(self, copies: list[PageCopy]) -> None:
@@ -124,7 +124,7 @@ class ModelRunner:
     def forward(
         self, ids: Tensor, positions: Tensor, varlen: Varlen, logits_to_keep: Tensor | int
     ) -> Tensor:
-        """Run the model on flat tokens; id -1 - i stands for the last token of batch row i."""
+        """Run the model on flat tokens; id -1 - i means the last token of batch row i."""
         ids = _with_last_tokens(ids, self._last_tokens)
         check = nullcontext() if self._layers_checked else check_every_layer(self._model)
         with check, step_context(self._model, varlen):
@@ -166,7 +166,7 @@ class ModelRunner:
         return SamplingInputs(edits, penalties, temperature, uniform, filters)
 
     def _seed_history(self, step: Step, indices: np.ndarray) -> None:
-        """Write the tokens the host knows of a request with penalties, once, when it starts.
+        """When a request with penalties starts, write its tokens into the history on the device.
 
         Later tokens are added on the device as they are sampled.
         """

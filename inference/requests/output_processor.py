@@ -35,7 +35,7 @@ class OutputProcessor:
         return bool(self._groups)
 
     def add(self, groups: Iterable[RequestGroup], queue: EventQueue) -> None:
-        """Track groups; those that failed already are answered at once."""
+        """Track groups; those that have already failed are answered at once."""
         for group in groups:
             if group.done:
                 queue.append(_final_event(group))
@@ -57,7 +57,7 @@ class OutputProcessor:
         return {r.id for r in updated if self._group_of[r.id].detokenize(r)}
 
     def publish(self, updated: list[Request]) -> None:
-        """Queue the new events, a group's completion last; groups that are done are removed."""
+        """Queue the new events, the completion of a group last, and remove finished groups."""
         groups = [self._group_of[request.id] for request in updated]
         last = {group.id: request for group, request in zip(groups, updated, strict=True)}
         for group, request in zip(groups, updated, strict=True):
@@ -92,8 +92,8 @@ class _TextState:
     num_tokens_sent: int = 0
     num_chars_sent: int = 0
     stop_start: int | None = None
-    """Where the stop string starts that ended the request. Earlier ones, before `min_tokens`, are
-    ordinary text."""
+    """Start of the stop string that ended the request. Those before `min_tokens` are ordinary
+    text."""
 
 
 class RequestGroup:
@@ -103,7 +103,7 @@ class RequestGroup:
         self.id = group_id
         self.requests: list[Request] = []
         self.prompt_token_ids: np.ndarray | None = None
-        """Set as soon as the prompt is tokenized, also if the request is then rejected."""
+        """Set once the prompt is tokenized, even if the request is then rejected."""
         self._tokenizer = tokenizer
         self._streaming = streaming
         self._failure: str | None = None
@@ -126,7 +126,7 @@ class RequestGroup:
         self.requests = []
 
     def result(self) -> Completion:
-        """The completion, with those of the other samples in `others`."""
+        """Return the completion, with those of the other samples in `others`."""
         if self._failure is not None:
             return Completion(
                 [], None, "error", error=self._failure, prompt_token_ids=self._prompt()
@@ -135,7 +135,7 @@ class RequestGroup:
         return replace(first, others=tuple(others)) if others else first
 
     def detokenize(self, request: Request) -> bool:
-        """Decode its new tokens where they are needed now; return whether a stop string ended."""
+        """Decode new tokens if they are needed now; return whether they complete a stop string."""
         stops = request.params.stop
         if not stops and not (self._streaming and self._tokenizer.has_tokenizer):
             return False
@@ -150,7 +150,7 @@ class RequestGroup:
         return state.stop_start is not None
 
     def event(self, request: Request, final: bool) -> StreamEvent | None:
-        """What the caller has not received yet, if it streams; with the completion if final."""
+        """Return what a stream has not received yet; the final event has the completion."""
         completion = self.result() if final else None
         sample_index = self.requests.index(request) if len(self.requests) > 1 else 0
         if not self._streaming:
@@ -163,7 +163,7 @@ class RequestGroup:
         return StreamEvent(self.id, tokens, text, completion, sample_index)
 
     def _stable_text(self, request: Request, state: _TextState) -> str:
-        """Text that will not change: an end that may become a stop string is held back."""
+        """Return the text that will not change, without an end that may become a stop string."""
         if not self._tokenizer.has_tokenizer:
             return ""
         detokenizer = state.detokenizer
@@ -218,7 +218,7 @@ def _logprobs(request: Request) -> list[TokenLogprob] | None:
 
 
 def _prompt_logprobs(request: Request) -> list[TokenLogprob | None] | None:
-    """One entry per prompt token; None for the first, which nothing predicts."""
+    """Return one entry per prompt token; None for the first, which no token predicts."""
     if request.params.prompt_logprobs is None:
         return None
     entries: list[TokenLogprob | None] = [None]

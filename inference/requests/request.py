@@ -41,10 +41,10 @@ class Request:
     score_from: int | None = None
     """First prompt position whose log-probability is wanted; None: none."""
     needs_host_check: bool = False
-    """Whether every step reports it: it is streamed, or has stop strings or log-probabilities."""
+    """Whether every step returns it: it is streamed, or has stop strings or log-probabilities."""
 
     prompt_len: int = field(init=False)
-    """Tokens of the prompt: steps read it often, and the length of an array takes longer."""
+    """Length of the prompt; an attribute, because steps read it often and `len()` is slower."""
     arrival: int = 0
     """Position in the arrival order, kept through preemption; 0: never queued."""
     num_computed: int = 0

@@ -4,9 +4,8 @@
     ───── k ──────┬───── k+1 ─────┬──── …                    device
 
 A sampled token stays on the device as the input of the next step; the host reads it one step late.
-An end of text is therefore noticed one step late, and the extra token sampled for it is dropped.
-The loop knows token ids only; the caller detokenizes and reports stop strings
-(`apply_stop_strings`).
+An end of text is therefore noticed one step late, and the extra token is dropped. The loop only
+knows token ids; the caller detokenizes and reports stop strings (`apply_stop_strings`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ NOT_FINITE = "the model's logits are not numbers (NaN or infinite)"
 
 
 class OutOfMemory(RuntimeError):
-    """A step did not fit into memory; it has no effect."""
+    """A step did not fit into memory; it had no effect."""
 
 
 class Runner(Protocol):
@@ -41,7 +40,7 @@ class Runner(Protocol):
 
     @property
     def step_sizes(self) -> Sequence[int]:
-        """Numbers of tokens, rising, that steps are padded to; larger ones are not padded."""
+        """Token counts, ascending, that steps are padded to; larger steps are not padded."""
         ...
 
     def copy_pages(self, copies: list[PageCopy]) -> None: ...
@@ -49,7 +48,7 @@ class Runner(Protocol):
 
 
 class StepLoop:
-    """Continuous batching of requests that are lists of token ids."""
+    """Continuous batching of requests over one scheduler and one runner."""
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class StepLoop:
         self._in_flight: deque[tuple[Step, Callable[[], StepOutput], SchedulerOutput, float]] = (
             deque()
         )
-        """With the time at which each was launched."""
+        """Each with the function that reads its results, its plan and the time of its launch."""
 
     @property
     def busy(self) -> bool:
@@ -81,7 +80,7 @@ class StepLoop:
         return bool(self._in_flight or self.scheduler.running or self.scheduler.num_waiting)
 
     def step(self) -> list[Request]:
-        """Run one step; return finished requests, and those with a new token that are checked.
+        """Run one step; return the finished requests, and those that need a check of new tokens.
 
         Requests with stop strings are not finished here: pass the result to `apply_stop_strings`
         before the next step.
@@ -95,8 +94,8 @@ class StepLoop:
     def apply_stop_strings(self, updated: list[Request], stopped: Collection[int]) -> None:
         """Finish requests with stop strings: those in `stopped`, and those at their `max_len`.
 
-        updated: what `step` or `drain` returned.
-        stopped: ids of the requests whose text reached a stop string with its newest token.
+        updated: the result of `step` or `drain`.
+        stopped: ids of the requests whose newest token completed a stop string.
         """
         for request in updated:
             if request.finish_reason is None and request.params.stop:
@@ -111,7 +110,7 @@ class StepLoop:
             self._finish(request, "abort")
 
     def drain(self) -> list[Request]:
-        """Wait for the steps in flight; return what `step` returns."""
+        """Wait for the steps in flight; return the same as `step`."""
         updated = []
         while self._in_flight:
             updated += self._receive(*self._in_flight.popleft())
@@ -159,7 +158,7 @@ class StepLoop:
         plan: SchedulerOutput,
         launched_at: float,
     ) -> list[Request]:
-        """Read the results of a step; requests that ended meanwhile drop their token."""
+        """Read the results of a step; drop the tokens of requests that ended meanwhile."""
         output, now = read(), self.clock()
         self.costs.record(len(step.token_ids), now - max(launched_at, self._last_read_at))
         self._last_read_at = now
@@ -195,7 +194,7 @@ class StepLoop:
         return updated + self._finish_scored(step)
 
     def _finish_scored(self, step: Step) -> list[Request]:
-        """Finish the requests that were only scored, once their last token is."""
+        """Finish the requests that are only scored and whose last token has its score."""
         finished = []
         for request, span in step.scored:
             is_done = request.max_len == request.prompt_len == span.stop + 1
@@ -205,7 +204,7 @@ class StepLoop:
         return finished
 
     def _store_scores(self, step: Step, output: StepOutput) -> list[Request]:
-        """Keep the scores of a step; end and return the requests whose scores are not numbers."""
+        """Store the scores of a step; end and return the requests whose scores are NaN."""
         assert output.logprob is not None and output.is_greedy is not None
         index, failed = len(step.sampled_requests), []
         for request, span in step.scored:

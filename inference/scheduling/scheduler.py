@@ -5,10 +5,10 @@
 
 One pass over the running requests gives each the tokens it needs, within the token budget of a
 step; the rest of the budget admits waiting requests. Prefill and decode are not distinguished: a
-request needs more or fewer tokens. The order is that of arrival, in which a priority counts as so
-many arrivals, so a request of low priority is overtaken by many others but not for ever. It is the
-same throughout: the first request is never preempted and always gets its pages, and every load
-makes progress. Pure integers, no tensors.
+request needs more or fewer tokens. Requests are ordered by arrival; one level of priority counts as
+1,024 arrivals, so a request of low priority waits long but not forever. The order never changes, so
+the first request is never preempted, always gets its pages, and every load makes progress. Pure
+integers, no tensors.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _MAX_DEFERRED = 32
 _MIN_BATCHED_TOKENS = 64
 """`reduce_load` lowers the tokens per step to this before it lowers the number of requests."""
 _MIN_CHUNK = 16
-"""Prompt tokens that a step may run however short it should be."""
+"""Minimum prompt tokens of a step beside its decodes."""
 ARRIVALS_PER_PRIORITY = 1024
-"""How many requests that arrive later, with a priority one lower, run before a request."""
+"""How many later requests with the next lower priority value run before a request."""
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """What the next step does."""
+    """The plan of the next step."""
 
     requests: list[Request] = field(default_factory=list)
     """Each with `num_scheduled` set."""
@@ -61,10 +61,10 @@ class Scheduler:
         max_scored_positions: int = 1024,
         trace: RequestTrace | None = None,
     ):
-        """Start with nothing queued.
+        """Start with an empty queue.
 
-        max_waiting: requests that may be queued; None: any number. Callers ask `queue_error`.
-        max_scored_positions: positions scored per step; each needs a row of logits.
+        max_waiting: maximum length of the queue; None: unlimited. Callers check `queue_error`.
+        max_scored_positions: maximum positions scored per step; each needs a row of logits.
         """
         self.pages = pages
         self.max_waiting = max_waiting
@@ -72,7 +72,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_scored_positions = max_scored_positions
         self.cache_salt = ""
-        """Version of the weights; prefixes are shared only within one."""
+        """Version of the weights; prefixes are shared only within one version."""
         max_pages = -(-max_model_len // pages.page_size)
         self.page_table = np.zeros((max_num_seqs, max_pages), dtype=np.int32)
         """Pages of each row, in order."""
@@ -94,7 +94,7 @@ class Scheduler:
         return len(self._waiting) - self._num_finished_waiting
 
     def queue_error(self, count: int) -> str | None:
-        """Why `count` more requests cannot be queued, if they cannot."""
+        """Return why `count` more requests cannot be queued; None if they can."""
         limit, num_waiting = self.max_waiting, self.num_waiting
         if limit is None or num_waiting + count <= limit:
             return None
@@ -123,9 +123,9 @@ class Scheduler:
         return overdue
 
     def plan(self, max_tokens: int | None = None) -> SchedulerOutput:
-        """Choose what the next step runs.
+        """Choose the tokens of the next step.
 
-        max_tokens: fewer than `max_num_batched_tokens`.
+        max_tokens: a lower limit than `max_num_batched_tokens`, for this step.
         """
         plan = SchedulerOutput()
         tokens_left, scored_left = self.max_num_batched_tokens, self.max_scored_positions
@@ -167,7 +167,7 @@ class Scheduler:
                 request.num_tokens = end + 1
 
     def on_prefilled(self, requests: list[Request]) -> None:
-        """Trace that the step which completed these requests' prompts is done."""
+        """Trace that the step which completed the prompts of these requests is done."""
         for request in requests:
             if request.row >= 0:  # otherwise it finished or was preempted during the step
                 self._trace.add(request.id, "prefilled")
@@ -187,7 +187,7 @@ class Scheduler:
     def reduce_load(self, num_tokens: int) -> None:
         """Shrink steps after one ran out of memory: fewer tokens first, then fewer requests.
 
-        num_tokens: tokens of that step.
+        num_tokens: tokens of the step that ran out of memory.
         """
         if self.max_num_batched_tokens > _MIN_BATCHED_TOKENS:
             smaller = min(self.max_num_batched_tokens, num_tokens) // 2
@@ -316,7 +316,7 @@ class Scheduler:
         request.row, request.num_pages = -1, 0
 
     def _register_prefix(self, request: Request, start: int) -> None:
-        """Let later requests share the part of the prompt that the step just planned adds."""
+        """Register the part of the prompt that this step computes, for later requests."""
         stop = min(request.num_computed, request.prompt_len)
         if stop // STRIDE > start // STRIDE:
             self.pages.register(request.id, request.prompt_token_ids[:stop], self.cache_salt)
@@ -344,5 +344,5 @@ class Scheduler:
 
 
 def sort_key(request: Request) -> tuple[int, int]:
-    """Place of a request in the order: its arrival, and its priority as so many arrivals."""
+    """Return the position of a request in the order: its arrival, moved by its priority."""
     return request.arrival + ARRIVALS_PER_PRIORITY * request.priority, request.arrival

@@ -6,7 +6,7 @@ cu_seqlens [ 0 5 6 7 ]               seq_lens   [ 5 13 8 ]
 kv_slots        where in the cache each token's keys and values are written
 logits_indices  tokens whose logits are computed: the last ones of a, b and c
 
-Whole-array operations build all of it, except for what only few requests have.
+Whole-array operations build all of it, except for properties that few requests have.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..requests.draws import uniform
 from ..requests.request import Request
 
 MAX_UNSORTED_SEQS = 64
-"""More requests are sorted, the longest first: short ones then fill the gaps at the end of decode
-attention, which takes 2 to 13 % less time on an H200."""
+"""Above this number, requests are sorted by length, longest first: short ones then fill the gaps at
+the end of decode attention, which takes 2 to 13 % less time on an H200."""
 _UNLIMITED = 2**31 - 1
 """Larger than any vocabulary, and small enough for every integer type used here."""
 

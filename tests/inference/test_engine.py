@@ -303,6 +303,8 @@ def test_settings_that_cannot_be_meant_raise(tiny):
         Engine(model).generate("one string", GREEDY)
     with pytest.raises(ValueError, match="2 params for 1 prompts"):
         Engine(model).generate([[3]], [GREEDY, GREEDY])
+    with pytest.raises(ValueError, match="progress is 5; pass True, False or a function"):
+        Engine(model).generate([[3]], GREEDY, progress=5)
 
 
 def test_thousands_of_requests_come_back_in_order(tiny):

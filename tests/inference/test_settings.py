@@ -28,6 +28,9 @@ BAD = [
     ("max_num_batched_tokens", True),
     ("page_size", 17),
     ("max_model_len", -3),
+    ("keep_memory", "no"),
+    ("cuda_graphs", 1),
+    ("debug", None),
 ]
 
 
