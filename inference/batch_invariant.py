@@ -13,7 +13,7 @@ are off, and `sdpa`, which cannot be captured in CUDA graphs, is the attention b
 
 Use it to tell rounding from bugs: it takes about twice the time for a tiny model, far more for a
 large one. It holds for the calling thread and for engines made inside. Models that compute products
-in another way are refused, those whose attention has a softcap or sinks among them.
+in another way are refused, including those whose attention has a softcap or sinks.
 """
 
 from __future__ import annotations

@@ -54,8 +54,9 @@ class DataParallelEngine:
 
         Args:
             prompts: the same on every rank, as in `Engine.generate`.
-            params: one for all prompts, or one for each.
-            deadline: seconds after which requests return what they have; one for all or for each.
+            params: sampling parameters, one for all prompts or one for each.
+            deadline: seconds after which requests return the tokens they have; one for all prompts
+                or one for each.
         """
         specs = broadcast_params(prompts, params, deadline=deadline)
         prompts = [spec.prompt for spec in specs]
@@ -86,7 +87,7 @@ class DataParallelEngine:
         Args:
             contexts: the same on every rank.
             continuations: one for each context, or a list of them.
-            deadline: seconds after which scores that are not done have an error.
+            deadline: seconds after which the scores of unfinished requests have an error.
         """
         contexts, continuations = check_pairs(contexts, continuations)
         pairs = zip(contexts, continuations, strict=True)

@@ -1,7 +1,7 @@
 """What the ranks of a run exchange: sums, Python objects, and errors.
 
 `all_ranks_or_none` is for work that each rank does alone before the next collective. Without it, a
-rank that raises would leave the others waiting in the next collective for ever.
+rank that raises would leave the others waiting forever in the next collective.
 """
 
 from __future__ import annotations

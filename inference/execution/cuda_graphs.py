@@ -113,8 +113,7 @@ class GraphReplays:
         """Start without a graph.
 
         byte_budget: memory for graphs, 0 for none.
-        tokens_ahead: capture the graphs of steps with prompts, up to so many tokens, before the
-            first step.
+        tokens_ahead: capture the graphs of prefill steps up to this size before the first step.
         """
         self._new_graphs = lambda: StepGraphs(cache, last_tokens, byte_budget, max_model_len)
         self._graphs = self._new_graphs() if byte_budget else None
@@ -138,7 +137,7 @@ class GraphReplays:
 
     @property
     def step_sizes(self) -> Sequence[int]:
-        """Tokens of the graphs of steps with prompts; none if such steps run without one."""
+        """Token counts of the graphs of prefill steps; empty if such steps run without a graph."""
         return self._graphs.mixed_sizes() if self._graphs is not None and self._may_replay() else ()
 
     def replay(self, step: Step, forward: Forward) -> Replayed | None:
@@ -200,9 +199,9 @@ class StepGraphs:
         return len(self._captured)
 
     def mixed_sizes(self) -> Sequence[int]:
-        """Return the tokens, rising, of graphs of steps with prompts that exist or may be captured.
+        """Return the token counts, ascending, of prefill graphs that exist or may be captured.
 
-        Without budget they are those of the captured ones.
+        Without budget, only those of captured graphs.
         """
         if not self._captures_mixed:
             return ()

@@ -20,9 +20,9 @@ from ...attention.paging import PageCopy
 from ...runtime import is_out_of_memory
 from ..metrics.stats import Stats
 from ..scheduling.loop import OutOfMemory
-from ..scheduling.step import Step, StepOutput
+from ..scheduling.step import Filters, LogitEdits, Penalties, SamplingInputs, Step, StepOutput
 from .cuda_graphs import GraphReplays
-from .sampler import Filters, LogitEdits, Penalties, SamplingInputs, gather_logprobs, sample
+from .sampler import gather_logprobs, sample
 from .transfer import HostDeviceCopy
 
 try:
@@ -141,7 +141,9 @@ class ModelRunner:
     def _sample(self, step: Step, logits: Tensor) -> Tensor:
         """Choose the tokens, and keep them on the device for the next step."""
         rows, positions = self._transfer.to_device([step.sampled_rows, step.sampled_positions])
-        tokens = sample(logits, self._sampling_inputs(step))
+        if step.sampling.penalties is not None:
+            self._seed_history(step, step.sampling.penalties.rows)
+        tokens = sample(logits, self._sampling_inputs(step), self._token_history)
         valid = tokens.clamp(min=0)
         self._last_tokens.index_copy_(0, rows, valid)
         if self._token_history.numel():
@@ -149,21 +151,19 @@ class ModelRunner:
             self._token_history.index_put_((rows, positions), valid)
         return tokens
 
-    def _sampling_inputs(self, step: Step) -> SamplingInputs:
+    def _sampling_inputs(self, step: Step) -> SamplingInputs[Tensor]:
         """Copy the sampler's inputs to the device."""
-        arrays, copy = step.sampling, self._transfer.to_device
-        temperature = uniform = edits = penalties = filters = None
-        if arrays.temperature is not None and arrays.uniform is not None:
-            temperature, uniform = copy([arrays.temperature, arrays.uniform])
-        if arrays.edits is not None:
-            edits = LogitEdits(*copy(arrays.edits))
-        if arrays.filters is not None:
-            filters = Filters(*copy(arrays.filters))
-        if arrays.penalties is not None:
-            self._seed_history(step, arrays.penalties[0])
-            logit_rows, batch_rows, *columns = copy(arrays.penalties)
-            penalties = Penalties(logit_rows, self._token_history[batch_rows], *columns)
-        return SamplingInputs(edits, penalties, temperature, uniform, filters)
+        host, copy = step.sampling, self._transfer.to_device
+        temperature = uniform = None
+        if host.temperature is not None and host.uniform is not None:
+            temperature, uniform = copy([host.temperature, host.uniform])
+        return SamplingInputs(
+            None if host.edits is None else LogitEdits(*copy(host.edits)),
+            None if host.penalties is None else Penalties(*copy(host.penalties)),
+            temperature,
+            uniform,
+            None if host.filters is None else Filters(*copy(host.filters)),
+        )
 
     def _seed_history(self, step: Step, indices: np.ndarray) -> None:
         """When a request with penalties starts, write its tokens into the history on the device.

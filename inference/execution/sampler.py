@@ -10,11 +10,12 @@ sampled and not greedy, a row with an infinity does too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..scheduling.step import Filters, Penalties, SamplingInputs
 
 try:
     from ...kernels import argmax
@@ -22,61 +23,21 @@ except ImportError:  # Triton is not installed
     argmax = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LogitEdits:
-    """Values to add to single logits: biases, and minus infinity for banned tokens."""
+def sample(
+    logits: Tensor, inputs: SamplingInputs[Tensor], token_history: Tensor | None = None
+) -> Tensor:
+    """Choose a token for each row of [S, V] logits; int64 [S], -1 for rows without a valid one.
 
-    rows: Tensor
-    tokens: Tensor
-    values: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Penalties:
-    """Rows with a repetition, presence or frequency penalty."""
-
-    rows: Tensor
-    history: Tensor
-    """int64 [F, L]: prompt and output tokens of each of these rows."""
-    prompt_lengths: Tensor
-    lengths: Tensor
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Filters:
-    """Rows with top-k, top-p or min-p."""
-
-    rows: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingInputs:
-    """How to choose each row's token; a field is None if no row uses it."""
-
-    edits: LogitEdits | None = None
-    penalties: Penalties | None = None
-    temperature: Tensor | None = None
-    """[R]; rows with 0 are greedy. None: all rows are."""
-    uniform: Tensor | None = None
-    """float64 [R] in [0, 1)."""
-    filters: Filters | None = None
-
-
-def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Choose a token for each row of [R, V] logits; int64 [R], -1 for rows without a valid one."""
+    token_history: int64 [batch rows, L], prompt and output tokens, for penalties.
+    """
     if inputs.edits is not None or inputs.penalties is not None:
         logits = logits.float().clone()
     if inputs.edits is not None:
         e = inputs.edits
         logits.index_put_((e.rows, e.tokens), e.values, accumulate=True)
     if inputs.penalties is not None:
-        _apply_penalties(logits, inputs.penalties)
+        assert token_history is not None
+        _apply_penalties(logits, inputs.penalties, token_history[inputs.penalties.batch_rows])
     token = _argmax(logits)
     if inputs.temperature is not None and inputs.uniform is not None:
         token = torch.where(inputs.temperature > 0, _sample_from_cdf(logits, inputs), token)
@@ -91,7 +52,7 @@ def _argmax(logits: Tensor) -> Tensor:
     return torch.where(best.isnan(), -1, token)
 
 
-def _sample_from_cdf(logits: Tensor, inputs: SamplingInputs) -> Tensor:
+def _sample_from_cdf(logits: Tensor, inputs: SamplingInputs[Tensor]) -> Tensor:
     assert inputs.temperature is not None and inputs.uniform is not None
     temperature = torch.where(inputs.temperature > 0, inputs.temperature, 1.0)
     scaled = logits.float() / temperature[:, None]
@@ -106,7 +67,7 @@ def _sample_from_cdf(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     return torch.where(total[:, 0].isnan(), -1, token)
 
 
-def _filter_logits(scaled: Tensor, f: Filters) -> Tensor:
+def _filter_logits(scaled: Tensor, f: Filters[Tensor]) -> Tensor:
     """Set logits outside top-k, top-p and min-p to minus infinity; the largest one is kept."""
     sorted_logits, index = scaled.sort(dim=-1, descending=True, stable=True)
     position = torch.arange(scaled.shape[-1], device=scaled.device)
@@ -121,16 +82,16 @@ def _filter_logits(scaled: Tensor, f: Filters) -> Tensor:
     return scaled.masked_fill(torch.zeros_like(drop).scatter(-1, index, drop), -torch.inf)
 
 
-def _apply_penalties(logits: Tensor, p: Penalties) -> None:
-    """Apply the three penalties to their rows, in place."""
+def _apply_penalties(logits: Tensor, p: Penalties[Tensor], history: Tensor) -> None:
+    """Apply the three penalties to their rows, in place; history: the tokens of these rows."""
     logit_rows, vocab_size = logits[p.rows], logits.shape[-1]
-    position = torch.arange(p.history.shape[1], device=logits.device)
+    position = torch.arange(history.shape[1], device=logits.device)
     in_history = position < p.lengths[:, None]
     in_output = in_history & (position >= p.prompt_lengths[:, None])
     # Positions outside a row's history are counted in an extra column past the vocabulary.
     counts = logit_rows.new_zeros(len(logit_rows), vocab_size + 1)
-    seen = counts.scatter(1, p.history.where(in_history, vocab_size), 1.0)[:, :-1] > 0
-    counts.scatter_add_(1, p.history.where(in_output, vocab_size), in_output.to(logit_rows.dtype))
+    seen = counts.scatter(1, history.where(in_history, vocab_size), 1.0)[:, :-1] > 0
+    counts.scatter_add_(1, history.where(in_output, vocab_size), in_output.to(logit_rows.dtype))
     counts = counts[:, :-1]
     repetition = p.repetition[:, None]
     penalized = torch.where(logit_rows > 0, logit_rows / repetition, logit_rows * repetition)

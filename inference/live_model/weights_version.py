@@ -2,15 +2,14 @@
 
 Cached keys are only valid for the weights that computed them. Every in-place update raises a
 tensor's version counter. Writes through `.data` do not, so a checksum over a sample of every tensor
-is compared too. Disabling, selecting or scaling adapters (LoRA and similar, as PEFT adds them)
-changes the forward without changing any tensor, so their state is compared as well. PEFT is not
-imported: its layers are recognized by a property they all have. So do hooks, replaced forwards and
-plain attributes such as `scaling`: none of them raises a tensor's version counter.
+is compared too. Adapters, hooks, replaced forwards and plain attributes such as `scaling` change
+the forward without changing a tensor, so they are compared as well. PEFT is not imported: its
+layers are recognized by a property they all have.
 
-What remains out of sight: a write through `.data` of fewer values than lie between two samples (a
-single row, say); what a hook or a replaced forward reads from elsewhere; attributes that are
-neither numbers, strings nor functions; functions replaced in the model's Python module.
-`Engine.reset_prefix_cache()` forgets the cached prefixes in such a case.
+Not noticed are: a write through `.data` that misses all sampled values (a single row, for example);
+values that a hook or a replaced forward reads from elsewhere; attributes other than numbers, strings
+and functions; functions replaced in the model's Python module. After such a change, call
+`Engine.reset_prefix_cache()`.
 """
 
 from __future__ import annotations

@@ -14,12 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..requests.draws import uniform
 from ..requests.request import Request
 
+Array = TypeVar("Array")
+"""np.ndarray on the host, Tensor on the device."""
 MAX_UNSORTED_SEQS = 64
 """Above this number, requests are sorted by length, longest first: short ones then fill the gaps at
 the end of decode attention, which takes 2 to 13 % less time on an H200."""
@@ -69,24 +72,50 @@ class BatchParams:
         self.has_logit_edits[row] = bool(p.logit_bias) or may_ban_stops
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingArrays:
-    """The sampler's inputs for S sampled tokens; None where no request needs them."""
+class LogitEdits(NamedTuple, Generic[Array]):
+    """Values to add to single logits: biases, and minus infinity for banned tokens."""
 
-    temperature: np.ndarray | None
-    uniform: np.ndarray | None
-    """Random numbers in [0, 1)."""
-    filters: list[np.ndarray] | None
-    """Index among the S, top_k, top_p and min_p of the requests that have one of these."""
-    penalties: list[np.ndarray] | None
-    """Index among the S, batch row, prompt length, position of the new token, and the repetition,
-    presence and frequency penalty, of the requests that have one."""
-    edits: list[np.ndarray] | None
-    """Changes of single logits: index among the S, token id, value to add."""
+    rows: Array
+    tokens: Array
+    values: Array
+
+
+class Penalties(NamedTuple, Generic[Array]):
+    """Rows with a repetition, presence or frequency penalty."""
+
+    rows: Array
+    batch_rows: Array
+    """Their rows in the history of tokens."""
+    prompt_lengths: Array
+    lengths: Array
+    repetition: Array
+    presence: Array
+    frequency: Array
+
+
+class Filters(NamedTuple, Generic[Array]):
+    """Rows with top-k, top-p or min-p."""
+
+    rows: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+
+
+class SamplingInputs(NamedTuple, Generic[Array]):
+    """How to choose the tokens of S rows of logits; a field is None if no row uses it."""
+
+    edits: LogitEdits[Array] | None = None
+    penalties: Penalties[Array] | None = None
+    temperature: Array | None = None
+    """[S]; rows with 0 are greedy. None: all rows are."""
+    uniform: Array | None = None
+    """float64 [S]: random numbers in [0, 1)."""
+    filters: Filters[Array] | None = None
 
     @property
     def argmax_only(self) -> bool:
-        """Whether every request takes the most likely token of unchanged logits."""
+        """Whether every row takes the most likely token of unchanged logits."""
         return self.temperature is None and self.edits is None and self.penalties is None
 
 
@@ -125,7 +154,7 @@ class Step:
     """int64 [R - S]: the tokens that are scored."""
     num_logprobs: int
     """Alternatives to report beside a token's log-probability; -1: no log-probabilities."""
-    sampling: SamplingArrays
+    sampling: SamplingInputs[np.ndarray]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,7 +212,7 @@ def build_step(
         scored=scored,
         score_targets=score_targets,
         num_logprobs=num_logprobs,
-        sampling=_sampling_arrays(sampled_requests, sampled_rows, ends[samples], batch_params),
+        sampling=_sampling_inputs(sampled_requests, sampled_rows, ends[samples], batch_params),
     )
 
 
@@ -231,27 +260,28 @@ def _scored(
     return scored, all_indices, all_targets, num_logprobs
 
 
-def _sampling_arrays(
+def _sampling_inputs(
     sampled: list[Request], rows: np.ndarray, positions: np.ndarray, p: BatchParams
-) -> SamplingArrays:
+) -> SamplingInputs[np.ndarray]:
     temperature, filters, penalties = p.temperature[rows], None, None
     is_random = bool(temperature.any())
     if len(indices := p.has_filters[rows].nonzero()[0]):
-        columns = (p.top_k, p.top_p, p.min_p)
-        filters = [indices, *(column[rows[indices]] for column in columns)]
+        at = rows[indices]
+        filters = Filters(indices, p.top_k[at], p.top_p[at], p.min_p[at])
     if len(indices := p.has_penalties[rows].nonzero()[0]):
-        at, columns = rows[indices], (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-        penalties = [indices, at, p.prompt_len[at], positions[indices], *(c[at] for c in columns)]
-    return SamplingArrays(
+        at = rows[indices]
+        weights = p.repetition_penalty[at], p.presence_penalty[at], p.frequency_penalty[at]
+        penalties = Penalties(indices, at, p.prompt_len[at], positions[indices], *weights)
+    return SamplingInputs(
+        edits=_logit_edits(sampled, p.has_logit_edits[rows].nonzero()[0]),
+        penalties=penalties,
         temperature=temperature if is_random else None,
         uniform=uniform(p.seed[rows], positions) if is_random else None,
         filters=filters,
-        penalties=penalties,
-        edits=_logit_edits(sampled, p.has_logit_edits[rows].nonzero()[0]),
     )
 
 
-def _logit_edits(sampled: list[Request], indices: np.ndarray) -> list[np.ndarray] | None:
+def _logit_edits(sampled: list[Request], indices: np.ndarray) -> LogitEdits[np.ndarray] | None:
     """Changes of single logits: a bias, and no stop token before `min_tokens`."""
     entries: list[tuple[int, int, float]] = []
     for index in indices.tolist():
@@ -265,4 +295,4 @@ def _logit_edits(sampled: list[Request], indices: np.ndarray) -> list[np.ndarray
     if not entries:
         return None
     rows, tokens, values = zip(*entries, strict=True)
-    return [np.array(rows), np.array(tokens), np.array(values, dtype=np.float32)]
+    return LogitEdits(np.array(rows), np.array(tokens), np.array(values, dtype=np.float32))

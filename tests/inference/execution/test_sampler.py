@@ -8,16 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nopad.inference import Engine, SamplingParams
-from nopad.inference.execution.sampler import (
-    Filters,
-    LogitEdits,
-    Penalties,
-    SamplingInputs,
-    _apply_penalties,
-    gather_logprobs,
-    sample,
-)
+from nopad.inference.execution.sampler import _apply_penalties, gather_logprobs, sample
 from nopad.inference.requests.draws import stream_seed, uniform
+from nopad.inference.scheduling.step import Filters, LogitEdits, Penalties, SamplingInputs
 
 V = 23
 
@@ -89,7 +82,7 @@ def test_penalties_follow_their_definitions():
     logits = rows(2, 3)
     history = torch.tensor([[1, 2, 2, 5, 9, 9], [3, 3, 3, 3, 0, 0]])
     penalties = Penalties(
-        torch.tensor([0, 1]), history, torch.tensor([2, 1]), torch.tensor([5, 4]),
+        torch.tensor([0, 1]), torch.tensor([0, 1]), torch.tensor([2, 1]), torch.tensor([5, 4]),
         torch.tensor([1.3, 1.0]), torch.tensor([0.5, 0.0]), torch.tensor([0.0, 0.7]),
     )  # fmt: skip
     want = logits.clone()
@@ -100,7 +93,7 @@ def test_penalties_follow_their_definitions():
         want[0, token] -= 0.5
     want[1, 3] -= 0.7 * 3
     got = logits.clone()
-    _apply_penalties(got, penalties)
+    _apply_penalties(got, penalties, history)
     torch.testing.assert_close(got, want)
 
 
