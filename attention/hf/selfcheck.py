@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -45,8 +45,7 @@ class PackedDifferences:
 
     def worst(self, other: PackedDifferences) -> PackedDifferences:
         """Return the larger of each difference; NaN is the largest."""
-        pairs = ((getattr(self, n), getattr(other, n)) for n in self.__slots__)
-        return PackedDifferences(*map(nan_max, pairs))
+        return PackedDifferences(*map(nan_max, zip(astuple(self), astuple(other), strict=True)))
 
     def within(self, tolerance: float = 1e-3) -> bool:
         """Return whether nothing leaks and every difference is at most `tolerance`; NaN is not."""

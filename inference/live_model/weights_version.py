@@ -7,8 +7,8 @@ the forward without changing a tensor, so they are compared as well. PEFT is not
 layers are recognized by a property they all have.
 
 Not noticed are: a write through `.data` that misses all sampled values (a single row, for example);
-values that a hook or a replaced forward reads from elsewhere; attributes other than numbers, strings
-and functions; functions replaced in the model's Python module. After such a change, call
+values that a hook or a replaced forward reads from elsewhere; attributes that are not numbers,
+strings or functions; functions replaced in the model's Python module. After such a change, call
 `Engine.reset_prefix_cache()`.
 """
 
