@@ -1151,6 +1151,10 @@ FAULTS = {
         "nopad.trainer.with_lightning.packs",
         "ManualSteps._clear_between_steps = lambda self: self._clear_gradients()",
     ),
+    "a flag may be anything": (
+        "inference/test_settings.py::test_a_bad_value_is_named_where_it_is_given",
+        "nopad.inference.settings", "_check_flag = lambda name, value: value",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import logging
@@ -343,7 +344,7 @@ def test_requests_look_at_the_values_of_the_weights_once_until_the_engine_is_idl
 
 
 def test_a_running_engine_answers_no_new_request_from_the_cache_of_old_weights(tiny):
-    model = tiny("llama")
+    model = copy.deepcopy(tiny("llama"))
     engine = Engine(model, page_size=16)
     prompt = list(range(3, 52))
     engine.add_request(prompt, GREEDY)
