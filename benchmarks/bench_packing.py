@@ -323,7 +323,7 @@ def bench_memory_of_reading(documents: int) -> dict:
     lengths = np.full(documents, 3, np.int32)
     lengths[::7] = 11
     tokens = TokenArray("flat", np.zeros(64, np.uint16), np.zeros(documents, np.int64), lengths)
-    reader = PlannedPacks(TokenStore([tokens]), {"budget": 8192})
+    reader = PlannedPacks(TokenStore([tokens]), Planner(8192).settings)
     packs = reader.read(Position(end_epoch=1), RankShard(), 0)
     count = sum(len(pack.samples) for pack in islice(packs, 64))
     before = resident_mb()

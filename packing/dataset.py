@@ -24,6 +24,7 @@ import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..runtime import Layout, find_layout, is_current, told_ranks
+from .argument_checks import check_counts, check_ints
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
 from .encoding.row_format import RowFormat
@@ -31,19 +32,9 @@ from .encoding.token_cache import TokenCache
 from .ordering.mixture import StoppingStrategy, parse_mixture, source_names
 from .ordering.rank_shard import Position, RankShard
 from .pack import Pack
-from .pipeline import (
-    PipelineOptions,
-    build_packs,
-    check_counts,
-    check_rank,
-    data_fingerprint,
-    is_sequential,
-    open_sources,
-    packer_settings,
-    state_settings,
-)
-from .planning.overflow import Overflow
-from .planning.planner import Strategy
+from .pipeline import PipelineOptions, build_packs, open_sources, state_settings
+from .planning.packer import packer_settings
+from .planning.planner import Overflow, Strategy
 from .readers.planned import PlannedPacks
 from .readers.shard_reader import StreamSettings
 from .sources.source import RowSource
@@ -153,30 +144,34 @@ class PackedDataset(IterableDataset):
     ):
         """Open the source."""
         self.epochs, self.max_packs = check_counts(epochs=epochs, max_packs=max_packs)
-        self.rank, self.world_size = check_rank(*told_ranks(rank, world_size, device_mesh))
-        packer = packer_settings(
-            budget=budget, pool=pool, strategy=strategy, overflow=overflow, max_length=max_length,
-            pad_to_multiple_of=pad_to_multiple_of, pad_token_id=pad_token_id,
-            continue_positions=continue_positions,
-        )  # fmt: skip
+        self.rank, self.world_size = _check_rank(*told_ranks(rank, world_size, device_mesh))
         self.cache_dir: Any = cache_dir
-        self.token_cache = TokenCache.of(cache_dir)
         self.encoder = encoder = Encoder(
             tokenizer, text_column=text_column, format=format, add_eos=add_eos,
             vocab_size=check_counts(vocab_size=vocab_size)[0],
         )  # fmt: skip
-        options = PipelineOptions.checked(
-            packer=packer, encoder=encoder, seed=seed, shuffle=shuffle, shards=shards,
-            pretokenize=pretokenize, stopping_strategy=stopping_strategy, balance=balance,
-            max_packs=self.max_packs, on_error=on_error, token_cache=self.token_cache,
+        if check_ints(budget=budget)[0] < 2:
+            raise ValueError(f"budget {budget}: a pack needs at least 2 tokens to learn from")
+        packer = packer_settings(
+            budget=budget, pool=pool, strategy=strategy, overflow=overflow, max_length=max_length,
+            pad_to_multiple_of=pad_to_multiple_of, pad_token_id=pad_token_id,
+            continue_positions=continue_positions, vocab_size=encoder.vocab_size,
         )  # fmt: skip
         pairs = parse_mixture(source) or [(source, 1)]
-        weights = [weight for _, weight in pairs]
+        options = PipelineOptions(
+            packer=packer, encoder=encoder, weights=[weight for _, weight in pairs],
+            stopping_strategy=stopping_strategy, seed=seed, shuffle=shuffle, shards=shards,
+            pretokenize=pretokenize, balance=balance, max_packs=self.max_packs, on_error=on_error,
+            token_cache=TokenCache.of(cache_dir),
+        )  # fmt: skip
+        self.token_cache = options.token_cache
         self.skipped, self.source_names = SkippedRows(), source_names(pairs)
         self._opened = opened = open_sources(pairs, encoder, glob=glob, dtype=dtype)
-        self.reader = build_packs(opened, weights, options, self.skipped)
-        self.settings = state_settings(self.reader, options, weights)
-        self._identify()
+        self.reader = build_packs(opened, options, self.skipped)
+        self.settings = state_settings(self.reader, options)
+        stream = self.stream_settings
+        if stream is None or not any(source.sequential_only for source in stream.sources):
+            _ = self.fingerprint  # now: files may change before the first state
         self._start_pass(0)
 
     @cached_property
@@ -185,12 +180,7 @@ class PackedDataset(IterableDataset):
 
         Iterables are identified at the first state: their rows are not read before they are needed.
         """
-        return data_fingerprint(self.reader)
-
-    def _identify(self) -> None:
-        """Take the fingerprint at once: files may change before the first state."""
-        if not is_sequential(self.reader):
-            _ = self.fingerprint
+        return self.reader.fingerprint()
 
     @property
     def stream_settings(self) -> StreamSettings | None:
@@ -214,18 +204,11 @@ class PackedDataset(IterableDataset):
             )
         self._read = progress
         first = share.first(start.position.index)
-        for pack in self._read_packs(position, share, start.position.index, start.cursors):
+        for pack in self.reader.read(position, share, start.position.index, start.cursors):
             progress.add(pack.index, pack.cursor)
             progress.num_packs = (pack.index - first) // share.stride + 1  # places, free ones too
             yield pack
         self._finished = True
-
-    def _read_packs(
-        self, position: Position, share: RankShard, base: int, cursors: dict
-    ) -> Iterator[Pack]:
-        if isinstance(self.reader, PlannedPacks):
-            return self.reader.read(position, share, base)
-        return self.reader.read(position, share, base, cursors)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch, unless the current pass contains it.
@@ -399,11 +382,6 @@ class PackedDataset(IterableDataset):
 
     def count(self, epoch: int = 0) -> int:
         """Count the packs of this epoch over all ranks; lengths must be known."""
-        if not isinstance(self.reader, PlannedPacks):
-            raise ValueError(
-                "a stream's packs cannot be counted before it was read: encode it at once with "
-                "pretokenize=True (an evaluation set needs that), or use estimate()"
-            )
         return self.reader.count(epoch)
 
     def estimate(self) -> int | None:
@@ -412,8 +390,6 @@ class PackedDataset(IterableDataset):
         Known lengths are counted. A stream is estimated from the first 256 rows of each source and
         its size in rows or bytes: as good as these rows are typical of the rest.
         """
-        if isinstance(self.reader, PlannedPacks):
-            return self.reader.count()
         return self.reader.estimate()
 
     @property
@@ -487,3 +463,12 @@ class PackedDataset(IterableDataset):
             if process == parent.pid:  # otherwise it was sent to the parent, which forked
                 return rank, world_size
         return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _check_rank(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
+    """Return both; raise if only one of the two is given, or the rank is none of the ranks."""
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"rank {rank} and world_size {world_size}: pass both, or neither")
+    if rank is not None and world_size is not None:
+        RankShard(*check_ints(rank=rank, world_size=world_size))
+    return rank, world_size

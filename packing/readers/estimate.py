@@ -15,8 +15,7 @@ from math import ceil
 import numpy as np
 
 from ..ordering.mixture import estimate_epoch
-from ..planning.overflow import kept_lengths
-from ..planning.planner import Planner
+from ..planning.planner import Planner, kept_lengths
 from ..sample import Sample
 from ..sources.source import RowSource
 from .shard_reader import StreamSettings

@@ -12,7 +12,7 @@ integers; to resume, the epoch is planned again up to it, at a million documents
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count, pairwise
@@ -33,9 +33,8 @@ from ..ordering.permutation import epoch_order
 from ..ordering.rank_shard import Position, RankShard
 from ..pack import Pack
 from ..planning.balancing import Leveler, NoLeveling
-from ..planning.overflow import Counts, kept_lengths, max_sample_length, too_long_error
 from ..planning.plan import Plan
-from ..planning.planner import Planner
+from ..planning.planner import Counts, Planner, kept_lengths, max_sample_length, too_long_error
 from ..planning.share_order import order_by_shares
 from ..sources.remote import prefetch
 from ..sources.token_store import TokenStore
@@ -47,7 +46,8 @@ GATHER_TOKENS = 1 << 17
 PLANNED_POOL = 1 << 16
 """Documents whose packs are shuffled together, so that a set up to this size has no order."""
 MAX_READERS = 1 << 16
-"""Ranks x workers at most: a position may be this far beyond the epoch of its round's start."""
+"""Largest number of ranks x workers. The position after a round of packs may be beyond the end of
+the epoch in which the round started, by fewer packs than this."""
 
 
 class PlannedPacks:
@@ -69,50 +69,51 @@ class PlannedPacks:
         max_packs: int | None = None,
     ):
         store.check()
-        self.counts = Counts()
-        """Counts of the epoch that was planned last."""
-        self.vocab_size = vocab_size
-        self.stopping_strategy: StoppingStrategy = stopping_strategy
-        self.store, self.planner = store, planner
-        self._splits = planner.get("overflow", "split") == "split"
-        defaults = {"overflow": "split", "pad_to_multiple_of": 1}
-        self._max_length = max_sample_length({**defaults, **planner})
+        self.store, self.planner, self.vocab_size = store, planner, vocab_size
         self.seed, self.shuffle, self.balance = seed, shuffle, balance
-        self.weights = weights
-        self._mixture_state: tuple[int, dict] = 0, self._new_mixture().state_dict()
-        """An epoch, and the state of the mixture before it."""
-        self._num_packs: dict[int, int] = {}
-        """The number of packs of each epoch that was counted."""
+        self.weights, self.stopping_strategy = weights, stopping_strategy
         self.continue_positions, self.pad_token_id = continue_positions, pad_token_id
         self.max_packs = max_packs
+        self.counts = Counts()
+        """Counts of the epoch that was planned last."""
+        self._num_packs: dict[int, int] = {}
+        """The number of packs of each epoch that was counted."""
+        self._max_length = max_sample_length(planner)
+        self._mixed_order = self._mix() if len(weights) > 1 else None
+
+    def _mix(self) -> MixedOrder:
+        mixture = Mixture(self.weights, self.stopping_strategy, budget=self.planner["budget"])
+        bounds = self.store.source_bounds(len(self.weights))
+        return MixedOrder(bounds, self._kept_lengths, mixture, self.seed, self.shuffle)
 
     def plans(
         self, epoch: int, first_pack: int = 0, max_documents: int | None = None
     ) -> Iterator[Plan]:
         """Plan an epoch, or its first documents, block by block; the items are those documents."""
-        planner = Planner(**self._planner_settings())
-        leveler = NoLeveling()
+        pool = max(PLANNED_POOL, self.planner["pool"]) if self.shuffle else self.planner["pool"]
+        planner, leveler = Planner(**{**self.planner, "pool": pool}), NoLeveling()
         if self.balance:
             leveler = Leveler(seed=self.seed, epoch=epoch, first=first_pack)
         pending, first, changes = np.zeros(0, np.int64), 0, has_schedule(self.weights)
         for documents in _first(self._order(epoch), max_documents):
             if changes:  # a block ends at the end of an interval at the latest
-                plan = _to_documents(planner.flush(), pending, first)
-                yield leveler.feed(self._ordered(plan))
+                yield leveler.feed(self._of_documents(planner.flush(), pending, first))
                 yield leveler.finish()
-            pending = np.concatenate([pending, documents])
-            lengths = self._lengths(documents)
+            pending, lengths = np.concatenate([pending, documents]), self._lengths(documents)
             self._check_lengths(documents, lengths)
-            plan = _to_documents(planner.feed(lengths), pending, first)
-            yield leveler.feed(self._ordered(plan))
+            yield leveler.feed(self._of_documents(planner.feed(lengths), pending, first))
             first_pending = max(first, planner.first_pending)
             pending, first = pending[first_pending - first :], first_pending
-        yield leveler.feed(self._ordered(_to_documents(planner.finish(), pending, first)))
+        yield leveler.feed(self._of_documents(planner.finish(), pending, first))
         yield leveler.finish()
         self.counts = planner.counts
 
-    def _ordered(self, plan: Plan) -> Plan:
-        """Order the packs of changing weights by shares; balancing orders them by cost."""
+    def _of_documents(self, plan: Plan, documents: np.ndarray, first: int) -> Plan:
+        """Replace the items of a plan, positions in the order from `first`, by documents.
+
+        If weights change, the packs are ordered by shares, unless balancing orders them by cost.
+        """
+        plan = Plan(documents[plan.items - first], plan.starts, plan.lengths, plan.offsets)
         if self.balance or not has_schedule(self.weights):
             return plan
         sources, budget = self.store.sources(plan.items), self.planner["budget"]
@@ -120,12 +121,6 @@ class PlannedPacks:
 
     def _lengths(self, documents: np.ndarray) -> np.ndarray:
         return self.store.lengths[documents].astype(np.int64, copy=False)
-
-    def _planner_settings(self) -> dict[str, Any]:
-        """Return the planner's settings; shuffled documents have a large pool."""
-        if not self.shuffle:
-            return self.planner
-        return {**self.planner, "pool": max(PLANNED_POOL, self.planner.get("pool", 1))}
 
     def _check_lengths(self, documents: np.ndarray, lengths: np.ndarray) -> None:
         """Raise on a document that is too long: the planner would know only its position."""
@@ -135,27 +130,9 @@ class PlannedPacks:
             raise too_long_error(location, int(lengths[first]), self._max_length)
 
     def _order(self, epoch: int) -> Iterator[np.ndarray]:
-        if len(self.weights) == 1:
-            yield from epoch_order(len(self.store), self.seed, epoch, self.shuffle)
-            return
-        mixture = self._new_mixture()
-        first, state = self._mixture_state
-        if first > epoch:
-            first, state = 0, mixture.state_dict()
-        mixture.load_state_dict(state)
-        for earlier in range(first, epoch):
-            for _ in self._mixed_order().epoch(earlier, mixture):
-                pass
-        self._mixture_state = epoch, mixture.state_dict()
-        yield from self._mixed_order().epoch(epoch, mixture)
-        self._mixture_state = epoch + 1, mixture.state_dict()
-
-    def _new_mixture(self) -> Mixture:
-        return Mixture(self.weights, self.stopping_strategy, budget=self.planner["budget"])
-
-    def _mixed_order(self) -> MixedOrder:
-        bounds = self.store.source_bounds(len(self.weights))
-        return MixedOrder(bounds, self._kept_lengths, self.seed, self.shuffle)
+        if self._mixed_order is None:
+            return epoch_order(len(self.store), self.seed, epoch, self.shuffle)
+        return self._mixed_order.read(epoch)
 
     def _kept_lengths(self, documents: np.ndarray) -> np.ndarray:
         return kept_lengths(self._lengths(documents), self.planner)
@@ -195,6 +172,10 @@ class PlannedPacks:
             self._num_packs[epoch] = sum(len(plan) for plan in self.plans(epoch))
         return self._num_packs[epoch]
 
+    def estimate(self) -> int:
+        """Count the packs of the first epoch: no estimate is needed."""
+        return self.count()
+
     def next_pass_epoch(self, position: Position) -> int:
         """Return the first epoch that a pass of `max_packs` packs does not touch."""
         assert self.max_packs is not None
@@ -227,10 +208,20 @@ class PlannedPacks:
                 return end  # more packs follow, or `read` refuses the position
         return min(end, planned)
 
-    def read(self, position: Position, share: RankShard, base: int) -> Iterator[Pack]:
+    def fingerprint(self) -> str:
+        """Identify the data of all sources."""
+        return self.store.fingerprint()
+
+    def read(
+        self, position: Position, share: RankShard, base: int, cursors: Mapping | None = None
+    ) -> Iterator[Pack]:
         """Yield the share's packs from `position` on, through the epochs before its `end_epoch`.
 
-        base: the pack at which rounds of one pack per rank start, the same everywhere.
+        Args:
+            position: where to start.
+            share: the packs of this rank and worker.
+            base: the pack at which rounds of one pack per rank start, the same everywhere.
+            cursors: not needed; a stream continues from them.
         """
         next_index, planned = share.next(base, position.index), position.epoch_start
         epoch_starts = [(position.epoch, position.epoch_start)]
@@ -261,14 +252,14 @@ class PlannedPacks:
 
     def _gather(self, plan: Plan, packs, indices, epoch_starts, share, base) -> Iterator[Pack]:
         """Gather some packs of a plan, several per call, and cut them into Packs."""
-        budget, multiple = self.planner["budget"], self.planner.get("pad_to_multiple_of", 1)
+        budget, splits = self.planner["budget"], self.planner["overflow"] == "split"
         per_call = max(1, GATHER_TOKENS // budget)
         current = {"epoch": epoch_starts[-1][0], "epoch_start": epoch_starts[-1][1]}
         firsts = range(0, len(packs), per_call)
         gather = partial(
             self.store.gather,
             plan,
-            pad_to_multiple_of=multiple,
+            pad_to_multiple_of=self.planner["pad_to_multiple_of"],
             pad_token_id=self.pad_token_id,
             vocab_size=self.vocab_size,
         )
@@ -281,7 +272,7 @@ class PlannedPacks:
                 starts = np.zeros_like(starts)
             samples = self.store.numbers_in_source(rows.documents)
             sources = self.store.sources(rows.documents)
-            parent_counts = self.store.parent_label_counts(rows) if self._splits else None
+            parent_counts = self.store.parent_label_counts(rows) if splits else None
             pack_ends, segment_ends = rows.pack_ends.tolist(), rows.segment_ends.tolist()
             batch_indices = indices[first : first + per_call].tolist()
             starts_earlier = share.round_start(batch_indices[0], base) < current["epoch_start"]
@@ -302,11 +293,6 @@ class PlannedPacks:
                     cursor,
                     parent_counts if parent_counts is None else parent_counts[c:d],
                 )
-
-
-def _to_documents(plan: Plan, documents: np.ndarray, first: int) -> Plan:
-    """Replace the items of a plan, positions in the order from `first`, by documents."""
-    return Plan(documents[plan.items - first], plan.starts, plan.lengths, plan.offsets)
 
 
 def _first(blocks: Iterator[np.ndarray], count: int | None) -> Iterator[np.ndarray]:

@@ -28,8 +28,8 @@ from ..encoding.encoder import Encoder, encode_rows
 from ..encoding.report import SkippedRows
 from ..ordering.mixture import INTERVAL_END, Mixture, StoppingStrategy, Weight, has_schedule
 from ..pack import Pack
-from ..planning.overflow import kept_lengths, max_sample_length
 from ..planning.packer import Packer
+from ..planning.planner import kept_lengths, max_sample_length
 from ..sample import Sample
 from ..sources.source import Row, RowError, RowSource
 from ..state.int_codec import ints_from_text, ints_to_text

@@ -24,7 +24,8 @@ from ..encoding.report import NO_PACKS, SkippedRows, add_counts, build_report
 from ..ordering.mixture import has_schedule
 from ..ordering.rank_shard import Position, RankShard
 from ..pack import Pack
-from ..planning.overflow import Counts
+from ..planning.planner import Counts
+from ..state.fingerprint import Fingerprint
 from ..state.run_state import check_packs_left
 from .estimate import estimate_packs
 from .shard_reader import ShardReader, StreamSettings
@@ -115,6 +116,17 @@ class StreamedPacks:
             ShardReader, self.settings, epoch=position.epoch, end_epoch=position.end_epoch
         )
         return {shard: reader(shard).initial_cursor(cursor) for shard, cursor in cursors.items()}
+
+    def fingerprint(self) -> str:
+        """Identify the data of all sources."""
+        return Fingerprint(*(source.fingerprint() for source in self.settings.sources)).text()
+
+    def count(self, epoch: int = 0) -> int:
+        """Raise: the packs of a stream cannot be counted."""
+        raise ValueError(
+            "a stream's packs cannot be counted before it was read: encode it at once with "
+            "pretokenize=True (an evaluation set needs that), or use estimate()"
+        )
 
     def estimate(self) -> int | None:
         """Estimate the packs of an epoch; None if the size of a source is unknown."""
