@@ -59,15 +59,10 @@ class Packer:
         pad_token_id: int = 0,
     ):
         settings = packer_settings(
-            budget=budget,
-            pool=pool,
-            strategy=strategy,
-            overflow=overflow,
-            pad_to_multiple_of=pad_to_multiple_of,
-            max_length=max_length,
+            budget=budget, pool=pool, strategy=strategy, overflow=overflow, max_length=max_length,
+            pad_to_multiple_of=pad_to_multiple_of, pad_token_id=pad_token_id,
             continue_positions=continue_positions,
-            pad_token_id=pad_token_id,
-        )
+        )  # fmt: skip
         self.continue_positions = settings.pop("continue_positions")
         self.pad_token_id = settings.pop("pad_token_id")
         self.planner = Planner(**settings)

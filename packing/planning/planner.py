@@ -66,13 +66,9 @@ def pack_lengths(
         capacity = max(1, budget // max(1, pad_to_multiple_of) * pad_to_multiple_of)
         pool = int((lengths // min(capacity, max_length or capacity) + 1).sum()) + 1
     planner = Planner(
-        budget,
-        pool=pool,
-        strategy=strategy,
-        overflow=overflow,
-        pad_to_multiple_of=pad_to_multiple_of,
-        max_length=max_length,
-    )
+        budget, pool=pool, strategy=strategy, overflow=overflow,
+        pad_to_multiple_of=pad_to_multiple_of, max_length=max_length,
+    )  # fmt: skip
     return Plan.join([planner.feed(lengths), planner.finish()])
 
 
@@ -136,13 +132,9 @@ class Planner:
         max_length: int | None = None,
     ):
         self.settings = planner_settings(
-            budget=budget,
-            pool=pool,
-            strategy=strategy,
-            overflow=overflow,
-            pad_to_multiple_of=pad_to_multiple_of,
-            max_length=max_length,
-        )
+            budget=budget, pool=pool, strategy=strategy, overflow=overflow,
+            pad_to_multiple_of=pad_to_multiple_of, max_length=max_length,
+        )  # fmt: skip
         self.counts = Counts()
         self.capacity = pack_capacity(self.settings)
         """Tokens that a pack can hold."""
@@ -264,14 +256,9 @@ class Planner:
 
 
 def planner_settings(
-    *,
-    budget: int,
-    pool: int,
-    strategy: Strategy,
-    overflow: Overflow,
-    pad_to_multiple_of: int,
+    *, budget: int, pool: int, strategy: Strategy, overflow: Overflow, pad_to_multiple_of: int,
     max_length: int | None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return the settings of a planner as JSON, or raise for one that is out of range."""
     if strategy not in ("best_fit", "sequential", "concat"):
         raise ValueError(f"strategy {strategy!r}: choose best_fit, sequential or concat")

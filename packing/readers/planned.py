@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count, pairwise
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from ..ordering.mixture import (
     Mixture,
     StoppingStrategy,
     Weight,
-    estimate_epoch,
     has_schedule,
 )
 from ..ordering.permutation import epoch_order
@@ -147,24 +146,6 @@ class PlannedPacks:
         report = build_report(self.counts, tokens.tolist(), skipped, self.planner["budget"])
         documents = np.diff(self.store.source_bounds(len(self.weights)))
         return {**report, "laps": (begun / np.maximum(1, documents)).tolist()}
-
-    def estimate_report(self, max_documents: int) -> dict | None:
-        """Report the first documents of an epoch; shares, laps and `epoch_packs` are of all of it.
-
-        None: an epoch has no more documents than these.
-        """
-        bounds, lengths = self.store.source_bounds(len(self.weights)), self.store.lengths
-        kept = [kept_lengths(lengths[a:b], self.planner) for a, b in pairwise(bounds)]
-        tokens = np.array([each.sum(dtype=np.int64) for each in kept])
-        drawn = estimate_epoch(tokens, self.weights, self.stopping_strategy)
-        laps = drawn / np.maximum(1, tokens)
-        if laps @ np.diff(bounds) <= max_documents:
-            return None
-        for _ in self.plans(0, max_documents=max_documents):
-            pass
-        report = build_report(self.counts, drawn.tolist(), SkippedRows(), self.planner["budget"])
-        packs = round(self.counts.packs * drawn.sum() / max(1, self.counts.packed_tokens))
-        return {**report, "epoch_packs": packs, "laps": laps.tolist()}
 
     def count(self, epoch: int = 0) -> int:
         """Count the packs of an epoch, without reading tokens."""

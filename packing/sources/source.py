@@ -2,8 +2,8 @@
 
 A source yields the rows of one shard of `shards` in a fixed order, each with a cursor: a few
 integers from which reading continues after that row. Rows that cannot be read are yielded as a
-ValueError in their position. A source with random access can shuffle all its rows; a source that
-can only be streamed leaves shuffling to the blocks of its reader.
+ValueError in their position. A source with random access (`IndexedSource`) can shuffle all its
+rows; a source that can only be streamed leaves shuffling to the blocks of its reader.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..ordering.permutation import permute
 from ..state.run_state import is_non_negative_int
 
 SMALL_BYTES = 64 << 20
@@ -101,29 +100,3 @@ class RowSource(ABC):
 def cursor_error(name: str, cursor: Any) -> ValueError:
     """Build the error for a cursor that is not a position in the source."""
     return ValueError(f"{name}: the cursor {str(cursor)[:60]!r} is not a position in it")
-
-
-class IndexedSource(RowSource):
-    """Rows with random access: any order, any shard, any position at no cost."""
-
-    shuffles_rows = num_rows_is_exact = True
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    def num_rows(self) -> int:
-        return len(self)
-
-    @abstractmethod
-    def rows(self, numbers: np.ndarray) -> list[Any]:
-        """Return the rows of these numbers."""
-
-    def read(self, shard, shards, cursor=None, shuffle_key=None):
-        n, batch = len(self), 256
-        for begin in range(cursor[0] if cursor else shard, n, shards * batch):
-            positions = np.arange(begin, min(n, begin + shards * batch), shards)
-            numbers = positions if shuffle_key is None else permute(positions, n, shuffle_key)
-            rows = self.rows(numbers)
-            batches = zip(positions.tolist(), numbers.tolist(), rows, strict=True)
-            for position, number, row in batches:
-                yield Row(row, f"{self.name}, row {number}", [position + shards])
