@@ -12,8 +12,7 @@ from .document_starts import row_inner_starts
 from .numba_jit import jit
 from .pack import MAX_BUDGET, Pack
 from .planning.packer import Packer
-from .planning.plan import Plan
-from .planning.planner import Planner, pack_lengths
+from .planning.planner import Plan, Planner, pack_lengths
 from .sample import IGNORE_INDEX, Sample
 from .token_ids import MAX_TOKEN_ID, check_masks, make_sample, validate_token_ids
 

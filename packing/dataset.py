@@ -32,11 +32,12 @@ from .encoding.token_cache import TokenCache
 from .ordering.mixture import StoppingStrategy, parse_mixture, source_names
 from .ordering.rank_shard import Position, RankShard
 from .pack import Pack
-from .pipeline import PipelineOptions, build_packs, open_sources, state_settings
+from .pipeline import build_packs, open_sources, state_settings
 from .planning.packer import packer_settings
 from .planning.planner import Overflow, Strategy
 from .readers.planned import PlannedPacks
 from .readers.shard_reader import StreamSettings
+from .settings import PackSettings
 from .sources.source import RowSource
 from .state.progress import Progress, index_and_cursor
 from .state.run_state import VERSION, check_state, is_finished
@@ -158,17 +159,16 @@ class PackedDataset(IterableDataset):
             continue_positions=continue_positions, vocab_size=encoder.vocab_size,
         )  # fmt: skip
         pairs = parse_mixture(source) or [(source, 1)]
-        options = PipelineOptions(
-            packer=packer, encoder=encoder, weights=[weight for _, weight in pairs],
+        settings = PackSettings(
+            packer=packer, vocab_size=encoder.vocab_size, weights=[weight for _, weight in pairs],
             stopping_strategy=stopping_strategy, seed=seed, shuffle=shuffle, shards=shards,
             pretokenize=pretokenize, balance=balance, max_packs=self.max_packs, on_error=on_error,
-            token_cache=TokenCache.of(cache_dir),
         )  # fmt: skip
-        self.token_cache = options.token_cache
+        self.token_cache = TokenCache.of(cache_dir)
         self.skipped, self.source_names = SkippedRows(), source_names(pairs)
         self._opened = opened = open_sources(pairs, encoder, glob=glob, dtype=dtype)
-        self.reader = build_packs(opened, options, self.skipped)
-        self.settings = state_settings(self.reader, options)
+        self.reader = build_packs(opened, encoder, settings, self.token_cache, self.skipped)
+        self.settings = state_settings(self.reader, encoder)
         stream = self.stream_settings
         if stream is None or not any(source.sequential_only for source in stream.sources):
             _ = self.fingerprint  # now: files may change before the first state

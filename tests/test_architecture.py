@@ -65,8 +65,9 @@ ONLY_IN = {
 LAYERS = {
     "packing": [
         {"dataset", "pipeline"}, {"readers"}, {"encoding"}, {"sources"},
-        {"planning"}, {"state"}, {"ordering"}, {"pack"},
-        {"sample", "document_starts", "token_ids", "numba_jit", "preparation_progress"},
+        {"planning"}, {"state"}, {"settings"}, {"ordering"}, {"pack"},
+        {"sample", "document_starts", "token_ids", "numba_jit", "preparation_progress",
+         "argument_checks"},
     ],
     "attention": [
         {"hf"}, {"attend", "custom_ops", "head_exchange"}, {"backends"}, {"paging"},

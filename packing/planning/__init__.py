@@ -4,8 +4,7 @@ from ..argument_checks import check_ints
 from .balancing import Cost, balance_plan
 from .packer import Packer
 from .padding import padded_fill
-from .plan import Plan
-from .planner import Counts, Overflow, Planner, Strategy, pack_lengths
+from .planner import Counts, Overflow, Plan, Planner, Strategy, pack_lengths
 
 __all__ = [
     "Cost",

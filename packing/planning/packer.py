@@ -20,8 +20,7 @@ from ..argument_checks import check_flags, check_ints
 from ..pack import Pack
 from ..sample import IGNORE_INDEX, Sample
 from ..token_ids import MAX_TOKEN_ID
-from .plan import Plan
-from .planner import Counts, Overflow, Planner, Strategy, planner_settings
+from .planner import Counts, Overflow, Plan, Planner, Strategy, planner_settings
 from .share_order import order_by_shares
 
 

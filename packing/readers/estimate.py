@@ -53,9 +53,8 @@ def estimate_packs(settings: StreamSettings) -> int | None:
 
 
 def _planned_packs(documents: np.ndarray, settings: StreamSettings) -> int:
-    names = ("budget", "pool", "strategy", "overflow", "pad_to_multiple_of", "max_length")
-    options = {name: value for name, value in settings.packer.items() if name in names}
-    if options.get("overflow") == "error":  # raised when it is read, unless errors are skipped
+    options = settings.planner
+    if options["overflow"] == "error":  # raised when it is read, unless errors are skipped
         options["overflow"] = "drop"
     planner = Planner(**options)
     planner.feed(documents)
@@ -83,16 +82,17 @@ def estimate_report(packs: PlannedPacks, max_documents: int) -> dict | None:
 
     None: an epoch has no more documents than these.
     """
-    store, weights, planner = packs.store, packs.weights, packs.planner
+    store, settings = packs.store, packs.settings
+    weights = settings.weights
     bounds = store.source_bounds(len(weights))
-    kept = [kept_lengths(store.lengths[a:b], planner) for a, b in pairwise(bounds)]
+    kept = [kept_lengths(store.lengths[a:b], settings.packer) for a, b in pairwise(bounds)]
     tokens = np.array([each.sum(dtype=np.int64) for each in kept])
-    drawn = estimate_epoch(tokens, weights, packs.stopping_strategy)
+    drawn = estimate_epoch(tokens, weights, settings.stopping_strategy)
     laps = drawn / np.maximum(1, tokens)
     if laps @ np.diff(bounds) <= max_documents:
         return None
     for _ in packs.plans(0, max_documents=max_documents):
         pass
-    report = build_report(packs.counts, drawn.tolist(), SkippedRows(), planner["budget"])
+    report = build_report(packs.counts, drawn.tolist(), SkippedRows(), settings.budget)
     epoch_packs = round(packs.counts.packs * drawn.sum() / max(1, packs.counts.packed_tokens))
     return {**report, "epoch_packs": epoch_packs, "laps": laps.tolist()}

@@ -12,29 +12,29 @@ integers; to resume, the epoch is planned again up to it, at a million documents
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any
 
 import numpy as np
 
 from ..encoding.report import NO_PACKS, SkippedRows, build_report
-from ..ordering.mixture import (
-    MixedOrder,
-    Mixture,
-    StoppingStrategy,
-    Weight,
-    has_schedule,
-)
+from ..ordering.mixture import MixedOrder, Mixture, has_schedule
 from ..ordering.permutation import epoch_order
 from ..ordering.rank_shard import Position, RankShard
 from ..pack import Pack
 from ..planning.balancing import Leveler, NoLeveling
-from ..planning.plan import Plan
-from ..planning.planner import Counts, Planner, kept_lengths, max_sample_length, too_long_error
+from ..planning.planner import (
+    Counts,
+    Plan,
+    Planner,
+    kept_lengths,
+    max_sample_length,
+    too_long_error,
+)
 from ..planning.share_order import order_by_shares
+from ..settings import PackSettings
 from ..sources.remote import prefetch
 from ..sources.token_store import TokenStore
 from ..state.run_state import check_packs_left, end_epoch_of
@@ -52,48 +52,33 @@ the epoch in which the round started, by fewer packs than this."""
 class PlannedPacks:
     """The sequence of packs of a token store, readable from any position by any share."""
 
-    def __init__(
-        self,
-        store: TokenStore,
-        planner: dict[str, Any],
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        weights: Sequence[Weight] = (1,),
-        stopping_strategy: StoppingStrategy = "first_exhausted",
-        balance: bool = False,
-        vocab_size: int | None = None,
-        continue_positions: bool = False,
-        pad_token_id: int = 0,
-        max_packs: int | None = None,
-    ):
+    def __init__(self, store: TokenStore, settings: PackSettings):
         store.check()
-        self.store, self.planner, self.vocab_size = store, planner, vocab_size
-        self.seed, self.shuffle, self.balance = seed, shuffle, balance
-        self.weights, self.stopping_strategy = weights, stopping_strategy
-        self.continue_positions, self.pad_token_id = continue_positions, pad_token_id
-        self.max_packs = max_packs
+        self.store, self.settings = store, settings
         self.counts = Counts()
         """Counts of the epoch that was planned last."""
         self._num_packs: dict[int, int] = {}
         """The number of packs of each epoch that was counted."""
-        self._max_length = max_sample_length(planner)
-        self._mixed_order = self._mix() if len(weights) > 1 else None
+        self._max_length = max_sample_length(settings.packer)
+        self._mixed_order = self._mix() if len(settings.weights) > 1 else None
 
     def _mix(self) -> MixedOrder:
-        mixture = Mixture(self.weights, self.stopping_strategy, budget=self.planner["budget"])
-        bounds = self.store.source_bounds(len(self.weights))
-        return MixedOrder(bounds, self._kept_lengths, mixture, self.seed, self.shuffle)
+        settings = self.settings
+        mixture = Mixture(settings.weights, settings.stopping_strategy, budget=settings.budget)
+        bounds, shuffle = self.store.source_bounds(len(settings.weights)), bool(settings.shuffle)
+        return MixedOrder(bounds, self._kept_lengths, mixture, settings.seed, shuffle)
 
     def plans(
         self, epoch: int, first_pack: int = 0, max_documents: int | None = None
     ) -> Iterator[Plan]:
         """Plan an epoch, or its first documents, block by block; the items are those documents."""
-        pool = max(PLANNED_POOL, self.planner["pool"]) if self.shuffle else self.planner["pool"]
-        planner, leveler = Planner(**{**self.planner, "pool": pool}), NoLeveling()
-        if self.balance:
-            leveler = Leveler(seed=self.seed, epoch=epoch, first=first_pack)
-        pending, first, changes = np.zeros(0, np.int64), 0, has_schedule(self.weights)
+        settings, options = self.settings, self.settings.planner
+        if settings.shuffle:
+            options["pool"] = max(PLANNED_POOL, options["pool"])
+        planner, leveler = Planner(**options), NoLeveling()
+        if settings.balance:
+            leveler = Leveler(seed=settings.seed, epoch=epoch, first=first_pack)
+        pending, first, changes = np.zeros(0, np.int64), 0, has_schedule(settings.weights)
         for documents in _first(self._order(epoch), max_documents):
             if changes:  # a block ends at the end of an interval at the latest
                 yield leveler.feed(self._of_documents(planner.flush(), pending, first))
@@ -113,10 +98,11 @@ class PlannedPacks:
         If weights change, the packs are ordered by shares, unless balancing orders them by cost.
         """
         plan = Plan(documents[plan.items - first], plan.starts, plan.lengths, plan.offsets)
-        if self.balance or not has_schedule(self.weights):
+        weights = self.settings.weights
+        if self.settings.balance or not has_schedule(weights):
             return plan
-        sources, budget = self.store.sources(plan.items), self.planner["budget"]
-        return order_by_shares(plan, sources, len(self.weights), budget)
+        sources = self.store.sources(plan.items)
+        return order_by_shares(plan, sources, len(weights), self.settings.budget)
 
     def _lengths(self, documents: np.ndarray) -> np.ndarray:
         return self.store.lengths[documents].astype(np.int64, copy=False)
@@ -130,21 +116,22 @@ class PlannedPacks:
 
     def _order(self, epoch: int) -> Iterator[np.ndarray]:
         if self._mixed_order is None:
-            return epoch_order(len(self.store), self.seed, epoch, self.shuffle)
+            settings = self.settings
+            return epoch_order(len(self.store), settings.seed, epoch, bool(settings.shuffle))
         return self._mixed_order.read(epoch)
 
     def _kept_lengths(self, documents: np.ndarray) -> np.ndarray:
-        return kept_lengths(self._lengths(documents), self.planner)
+        return kept_lengths(self._lengths(documents), self.settings.packer)
 
     def report(self, epoch: int, skipped: SkippedRows) -> dict:
         """Report an epoch from its plan, without reading tokens."""
-        tokens, begun = np.zeros((2, len(self.weights)), np.int64)
+        tokens, begun = np.zeros((2, len(self.settings.weights)), np.int64)
         for plan in self.plans(epoch):
             sources = self.store.sources(plan.items)
             np.add.at(tokens, sources, plan.lengths)
             np.add.at(begun, sources[plan.starts == 0], 1)
-        report = build_report(self.counts, tokens.tolist(), skipped, self.planner["budget"])
-        documents = np.diff(self.store.source_bounds(len(self.weights)))
+        report = build_report(self.counts, tokens.tolist(), skipped, self.settings.budget)
+        documents = np.diff(self.store.source_bounds(len(self.settings.weights)))
         return {**report, "laps": (begun / np.maximum(1, documents)).tolist()}
 
     def count(self, epoch: int = 0) -> int:
@@ -159,9 +146,9 @@ class PlannedPacks:
 
     def next_pass_epoch(self, position: Position) -> int:
         """Return the first epoch that a pass of `max_packs` packs does not touch."""
-        assert self.max_packs is not None
+        assert self.settings.max_packs is not None
         epoch, index = position.epoch, position.epoch_start
-        while index < self.max_packs:
+        while index < self.settings.max_packs:
             index += max(1, self.count(epoch))
             epoch += 1
         return epoch
@@ -169,12 +156,12 @@ class PlannedPacks:
     def resume_position(self, state: dict, epochs: int | None) -> Position:
         """Return where a pass of `epochs` epochs and `max_packs` packs continues from a state."""
         position = Position(**state["position"])
-        if (state["epochs"], state["max_packs"]) == (epochs, self.max_packs):
+        if (state["epochs"], state["max_packs"]) == (epochs, self.settings.max_packs):
             return position
         # A position is after a round of the ranks; empty packs complete the last round of a pass.
         index = min(position.index, self._pass_end(position, state["max_packs"]))
-        if state["max_packs"] != self.max_packs:
-            check_packs_left(index, self.max_packs)
+        if state["max_packs"] != self.settings.max_packs:
+            check_packs_left(index, self.settings.max_packs)
         return replace(position, index=index, end_epoch=end_epoch_of(state, epochs))
 
     def _pass_end(self, position: Position, max_packs: int | None) -> int:
@@ -206,7 +193,7 @@ class PlannedPacks:
         """
         next_index, planned = share.next(base, position.index), position.epoch_start
         epoch_starts = [(position.epoch, position.epoch_start)]
-        end = sys.maxsize if self.max_packs is None else self.max_packs
+        end = sys.maxsize if self.settings.max_packs is None else self.settings.max_packs
         for epoch in count(position.epoch):
             if epoch == position.end_epoch or planned >= end:
                 break
@@ -228,32 +215,34 @@ class PlannedPacks:
             epoch_starts = [start for start in epoch_starts if start[0] > epoch - share.world_size]
         while next_index < share.round_end(min(planned, end) - 1, base):
             cursor = _cursor_at(epoch_starts, share.round_start(next_index, base))
-            yield Pack.of([], self.planner["budget"], index=next_index, cursor=cursor)
+            yield Pack.of([], self.settings.budget, index=next_index, cursor=cursor)
             next_index += share.stride
 
     def _gather(self, plan: Plan, packs, indices, epoch_starts, share, base) -> Iterator[Pack]:
         """Gather some packs of a plan, several per call, and cut them into Packs."""
-        budget, splits = self.planner["budget"], self.planner["overflow"] == "split"
+        packer, budget = self.settings.packer, self.settings.budget
         per_call = max(1, GATHER_TOKENS // budget)
         current = {"epoch": epoch_starts[-1][0], "epoch_start": epoch_starts[-1][1]}
         firsts = range(0, len(packs), per_call)
         gather = partial(
             self.store.gather,
             plan,
-            pad_to_multiple_of=self.planner["pad_to_multiple_of"],
-            pad_token_id=self.pad_token_id,
-            vocab_size=self.vocab_size,
+            pad_to_multiple_of=packer["pad_to_multiple_of"],
+            pad_token_id=packer["pad_token_id"],
+            vocab_size=self.settings.vocab_size,
         )
         calls = (partial(gather, packs[first : first + per_call]) for first in firsts)
         gathered = prefetch(calls) if self.store.is_remote else (call() for call in calls)
         for first, rows in zip(firsts, gathered, strict=True):
             tokens, labels, cu_seqlens, starts = *rows[:3], rows.starts
             has_labels = len(labels) > 0
-            if not self.continue_positions:
+            if not packer["continue_positions"]:
                 starts = np.zeros_like(starts)
             samples = self.store.numbers_in_source(rows.documents)
             sources = self.store.sources(rows.documents)
-            parent_counts = self.store.parent_label_counts(rows) if splits else None
+            parent_counts = None
+            if packer["overflow"] == "split":
+                parent_counts = self.store.parent_label_counts(rows)
             pack_ends, segment_ends = rows.pack_ends.tolist(), rows.segment_ends.tolist()
             batch_indices = indices[first : first + per_call].tolist()
             starts_earlier = share.round_start(batch_indices[0], base) < current["epoch_start"]

@@ -34,8 +34,8 @@ from .shard_reader import ShardReader, StreamSettings
 class StreamedPacks:
     """The sequence of packs of a sharded stream, readable from any state by any share."""
 
-    def __init__(self, settings: StreamSettings, max_packs: int | None = None):
-        self.settings, self.max_packs = settings, max_packs
+    def __init__(self, settings: StreamSettings):
+        self.settings, self.max_packs = settings, settings.max_packs
         self._shards: dict[int, ShardReader] = {}
 
     def read(
@@ -57,7 +57,7 @@ class StreamedPacks:
             if pack is None:
                 if alone and _all_ended(shards, share) and shard.shard not in unended:
                     return
-                pack = Pack.of([], self.settings.packer["budget"], cursor=shard.last_cursor())
+                pack = Pack.of([], self.settings.budget, cursor=shard.last_cursor())
             if share.stride == 1 and not len(pack.samples):
                 passed += [pack.cursor] if shard.shard in unended else []
             else:
@@ -150,7 +150,7 @@ class StreamedPacks:
         no_tokens = np.zeros(len(self.settings.sources), int)
         tokens = sum((np.array(cursor["packed_tokens"]) for cursor in cursors.values()), no_tokens)
         counts = add_counts(Counts(*cursor["counts"]) for cursor in cursors.values())
-        return build_report(counts, tokens.tolist(), skipped, self.settings.packer["budget"])
+        return build_report(counts, tokens.tolist(), skipped, self.settings.budget)
 
     def _check_share(self, position: Position, share: RankShard) -> None:
         shards = self.settings.shards

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..numba_jit import jit
-from ..planning.plan import Plan
+from ..planning.planner import Plan
 from ..sample import IGNORE_INDEX, Sample, check_labels
 from ..state.fingerprint import Fingerprint
 from ..token_ids import MAX_TOKEN_ID
