@@ -56,22 +56,23 @@ class PackedDataset(IterableDataset):
             function that returns an iterator, a datasets.Dataset, or a list of (source, weight).
         tokenizer: a Hugging Face tokenizer or a function from text to ids; for rows without ids.
         budget: tokens that a pack may hold.
-        seed: of the order of documents and packs; the seed of a trainer does not change it.
-        epochs: epochs of one pass, or None for no end.
-        max_packs: packs of one pass over all ranks; default: as many as its epochs have.
+        seed: determines the order of documents and packs; a trainer's seed does not change it.
+        epochs: number of epochs in one pass, or None for no end.
+        max_packs: number of packs in one pass over all ranks; default: all packs of its epochs.
         rank: this process among those that train on packs of their own; ranks of one tensor- or
             sequence-parallel group have the same. Default: detected when iteration starts.
         world_size: number of those processes; pass it together with `rank`.
         device_mesh: where to read both, with dimensions named such as "dp", "sp", "tp".
         max_length: longest sequence, if shorter than a pack, such as a model's 1024 positions with
             a budget of 8192; `overflow` applies to longer samples.
-        shuffle: all rows if they have random access, otherwise blocks of 1024 or of this many.
+        shuffle: shuffle all rows if the source has random access, otherwise blocks of 1024 rows,
+            or of this many.
         shards: parts of a stream with unknown lengths, 8 by default; ranks x workers divide it.
         pool: samples that the packer chooses from; more fill packs better and need more memory.
             With known lengths and shuffling, the pool is at least 65,536.
         strategy: "best_fit" for the fullest packs; "sequential" keeps the order of the data;
             "concat" keeps it too, and cuts a sample wherever a pack is full.
-        overflow: of a sample that is too long: "split", "truncate", "drop" or "error".
+        overflow: what happens to a sample that is too long: "split", "truncate", "drop" or "error".
         pad_to_multiple_of: tokens in a pack that a sample takes are a multiple of this.
         pad_token_id: the id that fills up to `pad_to_multiple_of`; the loss ignores it.
         continue_positions: parts of a split sample continue its positions; only for "nopad".
@@ -206,7 +207,7 @@ class PackedDataset(IterableDataset):
         first = share.first(start.position.index)
         for pack in self.reader.read(position, share, start.position.index, start.cursors):
             progress.add(pack.index, pack.cursor)
-            progress.num_packs = (pack.index - first) // share.stride + 1  # places, free ones too
+            progress.num_packs = (pack.index - first) // share.stride + 1  # counts unused indices
             yield pack
         self._finished = True
 

@@ -67,10 +67,10 @@ class Encoder:
         self.format = None if format is None else row_format(format)
         self.format_name = None if format is None else format_name(format)
         self.format_is_named = not callable(format)
-        """Whether the format is one of ours, and not a function of the user's."""
+        """Whether the format has a name; False for a user's function."""
         self.eos_token_id = _eos_token_id(tokenizer, add_eos)
         self.eos_is_given = not isinstance(add_eos, bool | np.bool_)
-        """Whether the user passed the id, and not whether to add one."""
+        """Whether the user passed the id itself."""
         missing = add_eos is True and self.eos_token_id is None
         self._lacks_eos = missing and hasattr(tokenizer, "get_vocab")
         self.vocab_size = _vocab_size(tokenizer) if vocab_size is None else vocab_size
@@ -128,7 +128,7 @@ class Encoder:
         return prompt, _check_text(pair[1], "completion")
 
     def _check_columns(self, row: Mapping) -> None:
-        """Raise if the columns of a row without token ids contradict each other on what counts."""
+        """Raise if several columns of a row without token ids say what to train on."""
         forms = dict.fromkeys([(self.text_column,), ("messages",), ("prompt", "completion")])
         if self.text_column in ("prompt", "completion"):  # the user chose one of the two
             del forms["prompt", "completion"]
@@ -315,7 +315,7 @@ def encode_rows(
 ) -> list[Sample | RowError]:
     """Return the sample of each row, or the error if it has none.
 
-    max_length: a longer sample raises, also if bad rows are skipped.
+    max_length: a longer sample raises, even if bad rows are skipped.
     """
     readable = [row.value for row in rows if not isinstance(row.value, ValueError)]
     samples, results = iter(encoder.encode(readable)), []

@@ -31,7 +31,8 @@ class Packer:
         budget: tokens that a pack may hold.
         pool: samples that best_fit chooses from; fewer than these wait for a pack.
         strategy: "best_fit", "sequential" or "concat", as in `Planner`.
-        overflow: of a sample longer than a pack: "split", "truncate", "drop" or "error".
+        overflow: what happens to a sample longer than a pack: "split", "truncate", "drop" or
+            "error".
         max_length: the longest sequence, if shorter than a pack: `overflow` applies from there.
         pad_to_multiple_of: every sample occupies a multiple of this many tokens in its pack.
         continue_positions: the parts of a split sample continue its positions instead of

@@ -132,7 +132,8 @@ def pack_lengths(
         budget: tokens that a pack may hold.
         pool: items that may wait for a pack, as in a stream; None: all of them.
         strategy: "best_fit", "sequential" or "concat", as in `Planner`.
-        overflow: of an item longer than a pack: "split", "truncate", "drop" or "error".
+        overflow: what happens to an item longer than a pack: "split", "truncate", "drop" or
+            "error".
         max_length: the longest sequence, if shorter than a pack: `overflow` applies from there.
         pad_to_multiple_of: tokens in a pack that a segment takes are a multiple of this.
 
@@ -190,7 +191,7 @@ class Planner:
         pool: segments that best_fit chooses from; more fill packs better.
         strategy: best_fit: fullest packs; sequential: keeps the order, a pack ends where the next
             item does not fit; concat: keeps the order, items are cut wherever a pack is full.
-        overflow: what to do with an item longer than a pack; counted in `counts`.
+        overflow: what happens to an item longer than a pack; counted in `counts`.
         max_length: the longest sequence, if shorter than a pack: `overflow` applies from there.
         pad_to_multiple_of: every segment occupies a multiple of this many tokens in its pack; the
             plan's lengths are the true ones.

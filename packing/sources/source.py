@@ -52,9 +52,9 @@ class RowSource(ABC):
     default_shards: int | None = 8
     """Number of shards unless the user chooses one."""
     num_bytes: int | None = None
-    """Size of what comes out of it, decompressed, if known; an estimate beyond SMALL_BYTES."""
+    """Decompressed size of the data, if known; beyond SMALL_BYTES, an estimate."""
     num_rows_is_exact = False
-    """Whether `num_rows` is no estimate."""
+    """Whether `num_rows` is exact, not an estimate."""
 
     @abstractmethod
     def read(
@@ -62,7 +62,7 @@ class RowSource(ABC):
     ) -> Iterator[Row]:
         """Yield the rows of one shard from a cursor on.
 
-        shuffle_key: the key of the lap, for sources that can read their rows in any order.
+        shuffle_key: the key of this read, for sources that can read their rows in any order.
         """
 
     def first(self) -> Row | None:
@@ -70,11 +70,11 @@ class RowSource(ABC):
         return next(self.read(0, 1), None)
 
     def num_rows(self) -> int | None:
-        """Count the rows, about, without reading them; None if that cannot be known."""
+        """Return the approximate number of rows without reading them; None if it is unknown."""
         return None
 
     def row_bytes(self, row: Any) -> int:
-        """Return the share of a row in `num_bytes`, about: a line of text or of unescaped JSON."""
+        """Return the approximate share of a row in `num_bytes`: its size as text or JSON."""
         return len(str(row).encode(errors="replace")) + 1
 
     @abstractmethod
@@ -88,7 +88,8 @@ class RowSource(ABC):
     shuffles_rows = False
     """Whether `read` shuffles by its `shuffle_key`."""
     sequential_only = False
-    """Whether a position is reached only by reading all rows before it: a state names the first."""
+    """Whether a position is reached only by reading all rows before it: a state identifies such a
+    source by its first row."""
 
     def check_cursor(self, cursor: Any) -> None:
         """Raise if this source did not make the cursor, before anything is opened with it."""

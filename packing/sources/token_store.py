@@ -40,7 +40,7 @@ class TokenArray:
     """As long as `flat`; None: every token of a document but its first is a label."""
     source: int = 0
     file: MappedFile | None = None
-    """The file that `flat` maps, if it is one."""
+    """The file that `flat` maps, if any."""
 
     @property
     def is_remote(self) -> bool:

@@ -52,15 +52,15 @@ class AttachedLoss:
         self.aux_loss: Tensor | None = None
         """What the last batch adds to the auxiliary loss of its step, detached; None: nothing.
 
-        As with the loss, a step's is the mean over its batches and ranks, or their sum where the
-        trainer does not divide by the accumulation steps.
+        The auxiliary loss of a step is the mean over its batches and ranks; if the trainer does not
+        divide by the accumulation steps, it is their sum.
         """
         self.mask_documents = False
         """Whether to pass the boundaries to stock masks, for models that drop positions."""
         self.measures_tokens = False
-        """Whether the next batches are measured: another product with the head for each."""
+        """Whether the next batches are measured, which costs another product with the head."""
         self.token_statistics: Tensor | None = None
-        """Of the last batch, if it was measured: see `token_statistics`."""
+        """Statistics of the last batch, if it was measured: see `token_statistics`."""
         self._targets: tuple[Tensor, Any, Tensor | None] | None = None
         """Shifted labels, divisor and token weights of the current forward."""
         self._label_count: HostCopy | None = None
@@ -326,7 +326,7 @@ def _loss_forward(stock: Callable, is_unprepared: bool = False) -> Callable:
         if labels is None and shift_labels is None:
             inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("position_ids"))
             row = next((tensor for tensor in inputs if tensor is not None), None)
-            with loss._document_mask(kwargs, row):  # a loss of one's own may be made of the logits
+            with loss._document_mask(kwargs, row):  # the caller may compute a loss from the logits
                 return loss._forward(*args, **kwargs)
         _refuse_rounded(num_items_in_batch=num_items_in_batch, loss_weights=loss_weights)
         targets: Any = shift_labels if labels is None else _shift(labels, IGNORE_INDEX)
