@@ -33,7 +33,6 @@ from .ordering.mixture import StoppingStrategy, parse_mixture, source_names
 from .ordering.rank_shard import Position, RankShard
 from .pack import Pack
 from .pipeline import build_packs, open_sources, state_settings
-from .planning.packer import packer_settings
 from .planning.planner import Overflow, Strategy
 from .readers.planned import PlannedPacks
 from .readers.shard_reader import StreamSettings
@@ -147,31 +146,27 @@ class PackedDataset(IterableDataset):
         """Open the source."""
         self.epochs, self.max_packs = check_counts(epochs=epochs, max_packs=max_packs)
         self.rank, self.world_size = _check_rank(*told_ranks(rank, world_size, device_mesh))
-        self.cache_dir: Any = cache_dir
+        self.cache_dir, self.token_cache = cache_dir, TokenCache.of(cache_dir)
         self.encoder = encoder = Encoder(
             tokenizer, text_column=text_column, format=format, add_eos=add_eos,
-            vocab_size=check_counts(vocab_size=vocab_size)[0],
+            vocab_size=vocab_size,
         )  # fmt: skip
-        if check_ints(budget=budget)[0] < 2:
-            raise ValueError(f"budget {budget}: a pack needs at least 2 tokens to learn from")
-        packer = packer_settings(
-            budget=budget, pool=pool, strategy=strategy, overflow=overflow, max_length=max_length,
-            pad_to_multiple_of=pad_to_multiple_of, pad_token_id=pad_token_id,
-            continue_positions=continue_positions, vocab_size=encoder.vocab_size,
-        )  # fmt: skip
+        packer = {
+            "budget": budget, "pool": pool, "strategy": strategy, "overflow": overflow,
+            "pad_to_multiple_of": pad_to_multiple_of, "max_length": max_length,
+            "continue_positions": continue_positions, "pad_token_id": pad_token_id,
+        }  # fmt: skip
         pairs = parse_mixture(source) or [(source, 1)]
         settings = PackSettings(
             packer=packer, vocab_size=encoder.vocab_size, weights=[weight for _, weight in pairs],
             stopping_strategy=stopping_strategy, seed=seed, shuffle=shuffle, shards=shards,
             pretokenize=pretokenize, balance=balance, max_packs=self.max_packs, on_error=on_error,
         )  # fmt: skip
-        self.token_cache = TokenCache.of(cache_dir)
         self.skipped, self.source_names = SkippedRows(), source_names(pairs)
         self._opened = opened = open_sources(pairs, encoder, glob=glob, dtype=dtype)
         self.reader = build_packs(opened, encoder, settings, self.token_cache, self.skipped)
         self.settings = state_settings(self.reader, encoder)
-        stream = self.stream_settings
-        if stream is None or not any(source.sequential_only for source in stream.sources):
+        if not self.reader.sequential_only:
             _ = self.fingerprint  # now: files may change before the first state
         self._start_pass(0)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from .argument_checks import check_counts, check_flags, check_ints
 from .ordering.mixture import StoppingStrategy, Weight, check_stopping_strategy
+from .planning.packer import packer_settings
 
 SHUFFLE_BLOCK = 1024
 """Rows that a stream shuffles together by default."""
@@ -19,7 +20,7 @@ class PackSettings:
     """The user's settings; `PackedDataset` explains them."""
 
     packer: dict[str, Any]
-    """Arguments of a `Packer`, from `packer_settings`."""
+    """Arguments of a `Packer`."""
     vocab_size: int | None
     weights: list[Weight]
     """One for each source."""
@@ -34,6 +35,9 @@ class PackSettings:
 
     def __post_init__(self) -> None:
         """Raise for a value that is out of range, even if this source does not use it."""
+        if check_ints(budget=self.budget)[0] < 2:
+            raise ValueError(f"budget {self.budget}: a pack needs at least 2 tokens to learn from")
+        self.packer = packer_settings(**self.packer, vocab_size=self.vocab_size)
         (self.seed,), (self.shards,) = check_ints(seed=self.seed), check_counts(shards=self.shards)
         check_stopping_strategy(self.stopping_strategy)
         check_flags(balance=self.balance, pretokenize=self.pretokenize or False)

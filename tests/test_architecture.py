@@ -64,8 +64,8 @@ ONLY_IN = {
 # Folders and files of a room, from the top down: each may import its own layer and those below.
 LAYERS = {
     "packing": [
-        {"dataset", "pipeline"}, {"readers"}, {"encoding"}, {"sources"},
-        {"planning"}, {"state"}, {"settings"}, {"ordering"}, {"pack"},
+        {"dataset", "pipeline"}, {"readers"}, {"encoding"}, {"sources"}, {"settings"},
+        {"planning"}, {"state"}, {"ordering"}, {"pack"},
         {"sample", "document_starts", "token_ids", "numba_jit", "preparation_progress",
          "argument_checks"},
     ],

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..argument_checks import check_counts
 from ..document_starts import check_not_packed
 from ..planning.planner import too_long_error
 from ..preparation_progress import RowProgress
@@ -73,6 +74,7 @@ class Encoder:
         """Whether the user passed the id itself."""
         missing = add_eos is True and self.eos_token_id is None
         self._lacks_eos = missing and hasattr(tokenizer, "get_vocab")
+        (vocab_size,) = check_counts(vocab_size=vocab_size)
         self.vocab_size = _vocab_size(tokenizer) if vocab_size is None else vocab_size
 
     def encode(self, rows: Sequence[Any]) -> list[Sample | ValueError]:

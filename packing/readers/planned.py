@@ -52,6 +52,8 @@ the epoch in which the round started, by fewer packs than this."""
 class PlannedPacks:
     """The sequence of packs of a token store, readable from any position by any share."""
 
+    sequential_only = False
+
     def __init__(self, store: TokenStore, settings: PackSettings):
         store.check()
         self.store, self.settings = store, settings

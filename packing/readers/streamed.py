@@ -36,6 +36,8 @@ class StreamedPacks:
 
     def __init__(self, settings: StreamSettings):
         self.settings, self.max_packs = settings, settings.max_packs
+        self.sequential_only = any(source.sequential_only for source in settings.sources)
+        """Whether the rows of a source can only be read in their order."""
         self._shards: dict[int, ShardReader] = {}
 
     def read(
