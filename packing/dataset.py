@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 from multiprocessing import parent_process
 from multiprocessing.context import get_spawning_popen
@@ -146,7 +146,8 @@ class PackedDataset(IterableDataset):
         """Open the source."""
         self.epochs, self.max_packs = check_counts(epochs=epochs, max_packs=max_packs)
         self.rank, self.world_size = _check_rank(*told_ranks(rank, world_size, device_mesh))
-        self.cache_dir, self.token_cache = cache_dir, TokenCache.of(cache_dir)
+        self.cache_dir: Any = cache_dir
+        self.token_cache = TokenCache.of(cache_dir)
         self.encoder = encoder = Encoder(
             tokenizer, text_column=text_column, format=format, add_eos=add_eos,
             vocab_size=vocab_size,
@@ -187,18 +188,10 @@ class PackedDataset(IterableDataset):
         self._detect_layout()
         self.start_next_pass()
         share, start = self._share(), self._start
-        progress = Progress(start.position, dict(start.cursors))
+        self._read = progress = Progress(start.position, dict(start.cursors))
         position = start.position
         if self._worker is not None:
-            progress.num_packs = self._worker["num_packs"]
-            index = share.first(position.index) + progress.num_packs * share.stride
-            position = replace(
-                position,
-                epoch=self._worker["epoch"],
-                epoch_start=self._worker["epoch_start"],
-                index=index,
-            )
-        self._read = progress
+            position = progress.continue_worker(self._worker, share)
         first = share.first(start.position.index)
         for pack in self.reader.read(position, share, start.position.index, start.cursors):
             progress.add(pack.index, pack.cursor)
@@ -283,11 +276,8 @@ class PackedDataset(IterableDataset):
             finished = self._finished and progress.last == self._read.last
             shards = progress.shard_cursors(*self.ranks())
             return self._state(progress.next_position(self._share()), shards, finished)
-        start = self._start.position
-        _, epoch, epoch_start = self._read.last or (0, start.epoch, start.epoch_start)
-        state = self._state(start, self._read.shard_cursors())
-        fields = {"id": worker[0], "num_workers": worker[1], "num_packs": self._read.num_packs}
-        return {**state, "worker": {**fields, "epoch": epoch, "epoch_start": epoch_start}}
+        state = self._state(self._start.position, self._read.shard_cursors())
+        return {**state, "worker": self._read.worker_state(*worker)}
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from a state of the same data and settings.
