@@ -351,7 +351,8 @@ def planner_settings(
         budget=budget, pool=pool, pad_to_multiple_of=pad_to_multiple_of
     )
     if not 1 <= budget <= MAX_BUDGET:
-        raise ValueError(f"budget {budget}: a pack has 1 to {MAX_BUDGET} tokens")
+        allowed = "at most" if budget > 0 else "1 to"
+        raise ValueError(f"budget {budget}: a pack has {allowed} {MAX_BUDGET} tokens")
     if multiple < 1 or budget < multiple:
         raise ValueError(
             f"pad_to_multiple_of {multiple} must be at least 1 and at most the budget {budget}"

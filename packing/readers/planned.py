@@ -41,7 +41,6 @@ from ..state.run_state import check_packs_left, end_epoch_of
 
 GATHER_TOKENS = 1 << 17
 """Tokens gathered per call: enough to amortize the call, few enough to stay in the cache."""
-
 PLANNED_POOL = 1 << 16
 """Documents whose packs are shuffled together, so that a set up to this size has no order."""
 MAX_READERS = 1 << 16
