@@ -38,7 +38,7 @@ from nopad.packing import Pack, PackedDataset, Plan, Planner, pack_lengths
 from nopad.packing.ordering import Position, RankShard
 from nopad.packing.planning import Cost, balance_plan
 from nopad.packing.readers import PlannedPacks
-from nopad.packing.sources import TokenArray, TokenStore
+from nopad.packing.sources import TokenArray
 from packing_mixes import Mix, mixes, t0_lengths
 from packing_peers import (
     arrow_rows,
@@ -226,7 +226,7 @@ def build_rows(data: PackedDataset, tokens_per_array: int = 1 << 17) -> None:
     """Plan an epoch and write its packs as rows of arrays."""
     packs = data.reader
     assert isinstance(packs, PlannedPacks)
-    step = max(1, tokens_per_array // packs.planner["budget"])
+    step = max(1, tokens_per_array // packs.settings.budget)
     for plan in packs.plans(0):
         for first in range(0, len(plan), step):
             packs.store.gather(plan, np.arange(first, min(first + step, len(plan))))
@@ -323,8 +323,7 @@ def bench_memory_of_reading(documents: int) -> dict:
     lengths = np.full(documents, 3, np.int32)
     lengths[::7] = 11
     tokens = TokenArray("flat", np.zeros(64, np.uint16), np.zeros(documents, np.int64), lengths)
-    reader = PlannedPacks(TokenStore([tokens]), {"budget": 8192})
-    packs = reader.read(Position(end_epoch=1), RankShard(), 0)
+    packs = PackedDataset(tokens, budget=8192).reader.read(Position(end_epoch=1), RankShard(), 0)
     count = sum(len(pack.samples) for pack in islice(packs, 64))
     before = resident_mb()
     count += sum(len(pack.samples) for pack in packs)

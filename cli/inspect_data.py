@@ -142,8 +142,8 @@ def measure_lengths(
     if data.lengths is not None:
         return np.asarray(data.lengths[:MAX_LENGTHS], np.int64), len(data.lengths)
     stream, lengths, tokens = data.stream_settings, [], 0
-    rows, counted = stream.sources[0].read(0, 1), skipped if stream.skip_errors else None
-    max_tokens = MAX_STREAM_PACKS * stream.packer["budget"]
+    rows, counted = stream.sources[0].read(0, 1), skipped if stream.skips_errors else None
+    max_tokens = MAX_STREAM_PACKS * stream.budget
     while tokens < max_tokens and (batch := list(islice(rows, ENCODE_BATCH))):
         samples = raise_or_skip(encode_rows(batch, stream.encoder), counted)
         more = [len(sample) for sample in samples]

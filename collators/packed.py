@@ -5,21 +5,23 @@
                                          position_ids   [1, T]   0 1 2 3 0 1 0 1 2
                                          cu_seq_lens_*  [0 4 6 9]
                                          max_length_*   4        a Python int: no device sync
-                                         use_cache      False    else stock masks lose boundaries
+                                         use_cache      False    True: stock masks lose boundaries
 
 There is no attention mask: a 2-D one would disable boundary detection in stock attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from ..packing import IGNORE_INDEX, Pack, Sample, check_masks, jit, make_sample, row_inner_starts
+from ..packing import IGNORE_INDEX, MAX_TOKEN_ID, Pack, Sample, check_flags, jit
+from .features import as_samples
+from .sample_weights import parent_label_counts, sample_weights
 
 
 class PackedCollator:
@@ -65,10 +67,7 @@ class PackedCollator:
                 losses ignore them.
             pad_token_id: the id of padding with fixed shapes; the loss ignores it.
         """
-        flags = {"seq_idx": seq_idx, "pad_to_budget": pad_to_budget, "stack": stack}
-        for name, value in flags.items():
-            if not isinstance(value, bool | np.bool_):
-                raise ValueError(f"{name}={value!r}: pass True or False")
+        check_flags(seq_idx=seq_idx, pad_to_budget=pad_to_budget, stack=stack)
         if fixed_sequences is not None and not is_integer(fixed_sequences, 1):
             raise ValueError(f"fixed_sequences={fixed_sequences!r}: the padding sequence needs one")
         if max_length is not None and (fixed_sequences is None or not is_integer(max_length, 1)):
@@ -114,7 +113,7 @@ class PackedCollator:
             numbers = np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
             batch["seq_idx"] = torch.from_numpy(numbers.reshape(rows[0].shape))
         if self.mean == "sample":
-            label_counts = _parent_label_counts(packs, widths, len(bounds) - 1)
+            label_counts = parent_label_counts(packs, widths, len(bounds) - 1)
             weights = sample_weights(rows[1].ravel(), bounds, label_counts)
             batch["loss_weights"] = torch.from_numpy(weights.reshape(rows[1].shape))
         return batch
@@ -142,98 +141,20 @@ class PackedCollator:
         return [Pack.of(samples, budget=sum(len(sample) for sample in samples))]
 
 
-def _parent_label_counts(
-    packs: Sequence[Pack], widths: Sequence[int], num_sequences: int
-) -> np.ndarray:
-    """int64 [num_sequences]: `Pack.parent_label_counts` of all packs, by sequence of the batch."""
-    counts, first = np.zeros(num_sequences, np.int64), 0
-    for pack, width in zip(packs, widths, strict=True):
-        if pack.parent_label_counts is not None:
-            counts[first : first + len(pack.samples)] = pack.parent_label_counts
-        first += len(pack.samples) + (len(pack.tokens) < width)
-    return counts
-
-
-def sample_weights(
-    labels: np.ndarray, cu_seq_lens: np.ndarray, parent_label_counts: np.ndarray | int = 0
-) -> np.ndarray:
-    """float32 [T]: each label weighs one over the number of labels of its sample.
-
-    parent_label_counts: that number for sequences that are parts of a sample; 0 for full samples.
-
-    >>> labels, cu_seq_lens = np.array([IGNORE_INDEX, 6, 7, IGNORE_INDEX, 9]), np.array([0, 3, 5])
-    >>> sample_weights(labels, cu_seq_lens).tolist()
-    [0.0, 0.5, 0.5, 0.0, 1.0]
-    >>> sample_weights(labels, cu_seq_lens, parent_label_counts=np.array([0, 4])).tolist()
-    [0.0, 0.5, 0.5, 0.0, 0.25]
-    """
-    is_label = labels != IGNORE_INDEX
-    before = np.concatenate([[0], np.cumsum(is_label)])
-    own_counts = before[cu_seq_lens[1:]] - before[cu_seq_lens[:-1]]
-    counts = np.where(parent_label_counts, parent_label_counts, own_counts)
-    weights = 1 / np.maximum(counts, 1, dtype=np.float32)
-    return np.repeat(weights, np.diff(cu_seq_lens)) * is_label
-
-
-MAX_TOKEN_ID = 2**31 - 1
-
-
 def is_integer(value: Any, minimum: int) -> bool:
-    """Whether a value is an integer of Python or NumPy, of at least this size."""
+    """Return whether a value is an integer of Python or NumPy, and at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         return False
     return minimum <= int(value) <= MAX_TOKEN_ID
 
 
 def check_pad_token_id(pad_token_id: Any) -> None:
-    """Raise for what is no token id."""
+    """Raise for a value that cannot be a token id."""
     if not is_integer(pad_token_id, 0):
         raise ValueError(
             f"pad_token_id={pad_token_id!r}: pass any id of the vocabulary, such as 0; the loss "
             "ignores padding"
         )
-
-
-def as_samples(rows: Iterable[Sample | Mapping[str, Any]]) -> list[Sample]:
-    """Convert a trainer's feature dicts to samples, with the same checks as packing.
-
-    A row that is packed already is cut into its documents.
-
-    >>> row = {"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [3, 2]}
-    >>> [sample.tokens.tolist() for sample in as_samples([row])]
-    [[5, 6, 7], [8, 9]]
-    """
-    return [sample for row in rows for sample in _documents(row)]
-
-
-def _documents(row: Any) -> list[Sample]:
-    if isinstance(row, Sample):
-        return [row]
-    if isinstance(row, Pack):
-        raise ValueError("a Pack is not a sample: PackedCollator takes packs, if all are packs")
-    if not isinstance(row, Mapping):
-        raise ValueError(f"a row must be a dict with `input_ids`, got {type(row).__name__}")
-    if "input_ids" not in row:
-        raise ValueError(f"a row needs `input_ids`, got the keys {sorted(row)}")
-    check_masks(row)
-    _check_labels(row)
-    sample = make_sample(row["input_ids"], row.get("labels"))
-    starts = row_inner_starts(row, len(sample))
-    if not len(starts):
-        return [sample]
-    pairs = zip(np.split(sample.tokens, starts), np.split(sample.labels, starts), strict=True)
-    return [Sample(tokens, labels) for tokens, labels in pairs]
-
-
-def _check_labels(row: Mapping[str, Any]) -> None:
-    """Refuse labels of classifiers, which are dropped otherwise: a pack has labels of tokens."""
-    for name in ("label", "label_ids"):
-        if row.get(name) is not None:
-            raise ValueError(
-                f"a row has `{name}`, the label of a document, but packs have `labels`, one for "
-                "each token: remove the column; to train a classifier, collate with Transformers' "
-                "DataCollatorWithPadding"
-            )
 
 
 def lay_out_rows(

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..packing import IGNORE_INDEX, Sample
-from .packed import as_samples, check_pad_token_id, is_integer
+from .features import as_samples
+from .packed import check_pad_token_id, is_integer
 
 
 class PaddedCollator:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .argument_checks import check_flags
 from .document_starts import row_inner_starts
 from .numba_jit import jit
 from .pack import MAX_BUDGET, Pack
 from .planning.packer import Packer
-from .planning.plan import Plan
-from .planning.planner import Planner, pack_lengths
+from .planning.planner import Plan, Planner, pack_lengths
 from .sample import IGNORE_INDEX, Sample
-from .token_ids import check_masks, make_sample, validate_token_ids
+from .token_ids import MAX_TOKEN_ID, check_masks, make_sample, validate_token_ids
 
 if TYPE_CHECKING:
     from .dataset import PackedDataset
@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 __all__ = [
     "IGNORE_INDEX",
     "MAX_BUDGET",
+    "MAX_TOKEN_ID",
     "Pack",
     "PackedDataset",
     "Packer",
     "Plan",
     "Planner",
     "Sample",
+    "check_flags",
     "check_masks",
     "jit",
     "make_sample",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 from multiprocessing import parent_process
 from multiprocessing.context import get_spawning_popen
@@ -24,6 +24,7 @@ import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..runtime import Layout, find_layout, is_current, told_ranks
+from .argument_checks import check_counts, check_ints
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
 from .encoding.row_format import RowFormat
@@ -31,21 +32,11 @@ from .encoding.token_cache import TokenCache
 from .ordering.mixture import StoppingStrategy, parse_mixture, source_names
 from .ordering.rank_shard import Position, RankShard
 from .pack import Pack
-from .pipeline import (
-    PipelineOptions,
-    build_packs,
-    check_counts,
-    check_rank,
-    data_fingerprint,
-    is_sequential,
-    open_sources,
-    packer_settings,
-    state_settings,
-)
-from .planning.overflow import Overflow
-from .planning.planner import Strategy
+from .pipeline import build_packs, open_sources, state_settings
+from .planning.planner import Overflow, Strategy
 from .readers.planned import PlannedPacks
 from .readers.shard_reader import StreamSettings
+from .settings import PackSettings
 from .sources.source import RowSource
 from .state.progress import Progress, index_and_cursor
 from .state.run_state import VERSION, check_state, is_finished
@@ -64,22 +55,23 @@ class PackedDataset(IterableDataset):
             function that returns an iterator, a datasets.Dataset, or a list of (source, weight).
         tokenizer: a Hugging Face tokenizer or a function from text to ids; for rows without ids.
         budget: tokens that a pack may hold.
-        seed: of the order of documents and packs; the seed of a trainer does not change it.
-        epochs: epochs of one pass, or None for no end.
-        max_packs: packs of one pass over all ranks; default: as many as its epochs have.
+        seed: determines the order of documents and packs; a trainer's seed does not change it.
+        epochs: number of epochs in one pass, or None for no end.
+        max_packs: number of packs in one pass over all ranks; default: all packs of its epochs.
         rank: this process among those that train on packs of their own; ranks of one tensor- or
             sequence-parallel group have the same. Default: detected when iteration starts.
         world_size: number of those processes; pass it together with `rank`.
         device_mesh: where to read both, with dimensions named such as "dp", "sp", "tp".
         max_length: longest sequence, if shorter than a pack, such as a model's 1024 positions with
             a budget of 8192; `overflow` applies to longer samples.
-        shuffle: all rows if they have random access, otherwise blocks of 1024 or of this many.
+        shuffle: shuffle all rows if the source has random access, otherwise blocks of 1024 rows,
+            or of this many.
         shards: parts of a stream with unknown lengths, 8 by default; ranks x workers divide it.
         pool: samples that the packer chooses from; more fill packs better and need more memory.
             With known lengths and shuffling, the pool is at least 65,536.
         strategy: "best_fit" for the fullest packs; "sequential" keeps the order of the data;
             "concat" keeps it too, and cuts a sample wherever a pack is full.
-        overflow: of a sample that is too long: "split", "truncate", "drop" or "error".
+        overflow: what happens to a sample that is too long: "split", "truncate", "drop" or "error".
         pad_to_multiple_of: tokens in a pack that a sample takes are a multiple of this.
         pad_token_id: the id that fills up to `pad_to_multiple_of`; the loss ignores it.
         continue_positions: parts of a split sample continue its positions; only for "nopad".
@@ -153,30 +145,30 @@ class PackedDataset(IterableDataset):
     ):
         """Open the source."""
         self.epochs, self.max_packs = check_counts(epochs=epochs, max_packs=max_packs)
-        self.rank, self.world_size = check_rank(*told_ranks(rank, world_size, device_mesh))
-        packer = packer_settings(
-            budget=budget, pool=pool, strategy=strategy, overflow=overflow, max_length=max_length,
-            pad_to_multiple_of=pad_to_multiple_of, pad_token_id=pad_token_id,
-            continue_positions=continue_positions,
-        )  # fmt: skip
+        self.rank, self.world_size = _check_rank(*told_ranks(rank, world_size, device_mesh))
         self.cache_dir: Any = cache_dir
         self.token_cache = TokenCache.of(cache_dir)
         self.encoder = encoder = Encoder(
             tokenizer, text_column=text_column, format=format, add_eos=add_eos,
-            vocab_size=check_counts(vocab_size=vocab_size)[0],
+            vocab_size=vocab_size,
         )  # fmt: skip
-        options = PipelineOptions.checked(
-            packer=packer, encoder=encoder, seed=seed, shuffle=shuffle, shards=shards,
-            pretokenize=pretokenize, stopping_strategy=stopping_strategy, balance=balance,
-            max_packs=self.max_packs, on_error=on_error, token_cache=self.token_cache,
-        )  # fmt: skip
+        packer = {
+            "budget": budget, "pool": pool, "strategy": strategy, "overflow": overflow,
+            "pad_to_multiple_of": pad_to_multiple_of, "max_length": max_length,
+            "continue_positions": continue_positions, "pad_token_id": pad_token_id,
+        }  # fmt: skip
         pairs = parse_mixture(source) or [(source, 1)]
-        weights = [weight for _, weight in pairs]
+        settings = PackSettings(
+            packer=packer, vocab_size=encoder.vocab_size, weights=[weight for _, weight in pairs],
+            stopping_strategy=stopping_strategy, seed=seed, shuffle=shuffle, shards=shards,
+            pretokenize=pretokenize, balance=balance, max_packs=self.max_packs, on_error=on_error,
+        )  # fmt: skip
         self.skipped, self.source_names = SkippedRows(), source_names(pairs)
         self._opened = opened = open_sources(pairs, encoder, glob=glob, dtype=dtype)
-        self.reader = build_packs(opened, weights, options, self.skipped)
-        self.settings = state_settings(self.reader, options, weights)
-        self._identify()
+        self.reader = build_packs(opened, encoder, settings, self.token_cache, self.skipped)
+        self.settings = state_settings(self.reader, encoder)
+        if not self.reader.sequential_only:
+            _ = self.fingerprint  # now: files may change before the first state
         self._start_pass(0)
 
     @cached_property
@@ -185,12 +177,7 @@ class PackedDataset(IterableDataset):
 
         Iterables are identified at the first state: their rows are not read before they are needed.
         """
-        return data_fingerprint(self.reader)
-
-    def _identify(self) -> None:
-        """Take the fingerprint at once: files may change before the first state."""
-        if not is_sequential(self.reader):
-            _ = self.fingerprint
+        return self.reader.fingerprint()
 
     @property
     def stream_settings(self) -> StreamSettings | None:
@@ -201,31 +188,16 @@ class PackedDataset(IterableDataset):
         self._detect_layout()
         self.start_next_pass()
         share, start = self._share(), self._start
-        progress = Progress(start.position, dict(start.cursors))
+        self._read = progress = Progress(start.position, dict(start.cursors))
         position = start.position
         if self._worker is not None:
-            progress.num_packs = self._worker["num_packs"]
-            index = share.first(position.index) + progress.num_packs * share.stride
-            position = replace(
-                position,
-                epoch=self._worker["epoch"],
-                epoch_start=self._worker["epoch_start"],
-                index=index,
-            )
-        self._read = progress
+            position = progress.continue_worker(self._worker, share)
         first = share.first(start.position.index)
-        for pack in self._read_packs(position, share, start.position.index, start.cursors):
+        for pack in self.reader.read(position, share, start.position.index, start.cursors):
             progress.add(pack.index, pack.cursor)
-            progress.num_packs = (pack.index - first) // share.stride + 1  # places, free ones too
+            progress.num_packs = (pack.index - first) // share.stride + 1  # counts unused indices
             yield pack
         self._finished = True
-
-    def _read_packs(
-        self, position: Position, share: RankShard, base: int, cursors: dict
-    ) -> Iterator[Pack]:
-        if isinstance(self.reader, PlannedPacks):
-            return self.reader.read(position, share, base)
-        return self.reader.read(position, share, base, cursors)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch, unless the current pass contains it.
@@ -304,11 +276,8 @@ class PackedDataset(IterableDataset):
             finished = self._finished and progress.last == self._read.last
             shards = progress.shard_cursors(*self.ranks())
             return self._state(progress.next_position(self._share()), shards, finished)
-        start = self._start.position
-        _, epoch, epoch_start = self._read.last or (0, start.epoch, start.epoch_start)
-        state = self._state(start, self._read.shard_cursors())
-        fields = {"id": worker[0], "num_workers": worker[1], "num_packs": self._read.num_packs}
-        return {**state, "worker": {**fields, "epoch": epoch, "epoch_start": epoch_start}}
+        state = self._state(self._start.position, self._read.shard_cursors())
+        return {**state, "worker": self._read.worker_state(*worker)}
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from a state of the same data and settings.
@@ -399,11 +368,6 @@ class PackedDataset(IterableDataset):
 
     def count(self, epoch: int = 0) -> int:
         """Count the packs of this epoch over all ranks; lengths must be known."""
-        if not isinstance(self.reader, PlannedPacks):
-            raise ValueError(
-                "a stream's packs cannot be counted before it was read: encode it at once with "
-                "pretokenize=True (an evaluation set needs that), or use estimate()"
-            )
         return self.reader.count(epoch)
 
     def estimate(self) -> int | None:
@@ -412,8 +376,6 @@ class PackedDataset(IterableDataset):
         Known lengths are counted. A stream is estimated from the first 256 rows of each source and
         its size in rows or bytes: as good as these rows are typical of the rest.
         """
-        if isinstance(self.reader, PlannedPacks):
-            return self.reader.count()
         return self.reader.estimate()
 
     @property
@@ -487,3 +449,12 @@ class PackedDataset(IterableDataset):
             if process == parent.pid:  # otherwise it was sent to the parent, which forked
                 return rank, world_size
         return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _check_rank(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
+    """Return both; raise if only one of the two is given, or the rank is none of the ranks."""
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"rank {rank} and world_size {world_size}: pass both, or neither")
+    if rank is not None and world_size is not None:
+        RankShard(*check_ints(rank=rank, world_size=world_size))
+    return rank, world_size

@@ -18,7 +18,7 @@ import numpy as np
 from .sample import IGNORE_INDEX, Sample
 
 MAX_BUDGET = 1 << 28
-"""Tokens of a pack at most: a planner's memory grows with it, and boundaries are int32."""
+"""Largest budget: the memory of a planner grows with it, and boundaries are int32."""
 
 
 @dataclass(slots=True, eq=False)

@@ -55,12 +55,7 @@ def check_labels(tokens: np.ndarray, labels: np.ndarray) -> None:
     odd = (labels != tokens) & (labels != IGNORE_INDEX)
     if odd.any():
         first = int(np.argmax(odd))
-        raise ValueError(shifted_labels(first, int(labels[first]), int(tokens[first])))
-
-
-def shifted_labels(place: int, label: int, token: int) -> str:
-    """Say that a label is not the token at its place."""
-    return (
-        f"the label of token {place} is {label}, the token is {token}: "
-        "pass labels unshifted, the model shifts"
-    )
+        raise ValueError(
+            f"the label of token {first} is {labels[first]}, the token is {tokens[first]}: "
+            "pass labels unshifted, the model shifts"
+        )

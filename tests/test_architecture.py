@@ -64,9 +64,10 @@ ONLY_IN = {
 # Folders and files of a room, from the top down: each may import its own layer and those below.
 LAYERS = {
     "packing": [
-        {"dataset", "pipeline"}, {"readers"}, {"encoding"}, {"sources"},
+        {"dataset", "pipeline"}, {"readers"}, {"encoding"}, {"sources"}, {"settings"},
         {"planning"}, {"state"}, {"ordering"}, {"pack"},
-        {"sample", "document_starts", "token_ids", "numba_jit", "preparation_progress"},
+        {"sample", "document_starts", "token_ids", "numba_jit", "preparation_progress",
+         "argument_checks"},
     ],
     "attention": [
         {"hf"}, {"attend", "custom_ops", "head_exchange"}, {"backends"}, {"paging"},

@@ -56,7 +56,7 @@ def engine(tokenizer=None, **settings):
         (lambda: data(pad_token_id=10**30), "pad with an id of the vocabulary"),
         (lambda: PackedDataset("", budget=8), "the name of the source is empty"),
         (lambda: PackedDataset(".", budget=8, glob="/etc/*"), "a pattern inside the folder"),
-        (lambda: pack_lengths([1, 2], 10**30), "a pack has 1 to 268435456 tokens"),
+        (lambda: pack_lengths([1, 2], 10**30), "a pack has at most 268435456 tokens"),
         (lambda: pack_lengths([1, 2], -1), "budget -1: a pack has 1 to"),
         (lambda: Packer(8, pad_token_id="a"), "pad_token_id 'a' must be an integer"),
         (lambda: Packer(8, continue_positions="a"), "continue_positions='a': pass True or False"),

@@ -14,6 +14,7 @@ message with "weight": 0 or "train": false is not a label.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,8 +36,9 @@ def encode_chat(
 
     A turn with "weight": 0 or "train": false is not a label.
 
-    tools: the schemas of callable functions, for the template.
+    tools: the schemas of callable functions, for the template, or their JSON.
     """
+    tools = _parse_tools(tools)
     _check_messages(tokenizer, messages)
     is_trained = [_is_trained(turn, message) for turn, message in enumerate(messages)]
     turns = [turn for turn in range(first, len(messages)) if is_trained[turn]]
@@ -196,3 +198,16 @@ def _check_messages(tokenizer: Any, messages: Any) -> None:
             "messages need a tokenizer with a chat template, this one has none: set its "
             "chat_template, or use the tokenizer of the model's instruct version"
         )
+
+
+def _parse_tools(tools: Any) -> list | tuple | None:
+    """Return a chat's tools; many datasets store them as JSON text, since columns have one type."""
+    schemas = tools
+    if isinstance(tools, str):
+        try:
+            schemas = json.loads(tools or "null")
+        except json.JSONDecodeError:
+            raise ValueError(f"tools must be a list of schemas, got {tools!r:.60}") from None
+    if schemas is not None and not isinstance(schemas, list | tuple):
+        raise ValueError(f"tools must be a list of schemas, got {type(schemas).__name__}")
+    return schemas

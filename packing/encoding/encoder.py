@@ -12,7 +12,6 @@ position, so that other rows are unaffected; it is raised or, with on_error="ski
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -22,8 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..argument_checks import check_counts
 from ..document_starts import check_not_packed
-from ..planning.overflow import too_long_error
+from ..planning.planner import too_long_error
 from ..preparation_progress import RowProgress
 from ..sample import IGNORE_INDEX, Sample
 from ..sources.source import Row, RowError, RowSource
@@ -65,14 +65,16 @@ class Encoder:
             raise ValueError(f"text_column={text_column!r}: pass the name of a column")
         self.tokenizer = tokenizer
         self.text_column = text_column
-        self.format, self.format_name = row_format(format), format_name(format)
+        self.format = None if format is None else row_format(format)
+        self.format_name = None if format is None else format_name(format)
         self.format_is_named = not callable(format)
-        """Whether the format is one of ours, and not a function of the user's."""
+        """Whether the format has a name; False for a user's function."""
         self.eos_token_id = _eos_token_id(tokenizer, add_eos)
         self.eos_is_given = not isinstance(add_eos, bool | np.bool_)
-        """Whether the user passed the id, and not whether to add one."""
+        """Whether the user passed the id itself."""
         missing = add_eos is True and self.eos_token_id is None
         self._lacks_eos = missing and hasattr(tokenizer, "get_vocab")
+        (vocab_size,) = check_counts(vocab_size=vocab_size)
         self.vocab_size = _vocab_size(tokenizer) if vocab_size is None else vocab_size
 
     def encode(self, rows: Sequence[Any]) -> list[Sample | ValueError]:
@@ -128,7 +130,7 @@ class Encoder:
         return prompt, _check_text(pair[1], "completion")
 
     def _check_columns(self, row: Mapping) -> None:
-        """Raise if the columns of a row without token ids contradict each other on what counts."""
+        """Raise if several columns of a row without token ids say what to train on."""
         forms = dict.fromkeys([(self.text_column,), ("messages",), ("prompt", "completion")])
         if self.text_column in ("prompt", "completion"):  # the user chose one of the two
             del forms["prompt", "completion"]
@@ -195,7 +197,7 @@ class Encoder:
         )
 
     def _encode_messages(self, messages: Any, first: int, tools: Any) -> Sample:
-        sample = encode_chat(self._require_tokenizer(), messages, first, _parse_tools(tools))
+        sample = encode_chat(self._require_tokenizer(), messages, first, tools)
         return make_sample(sample.tokens, sample.labels, self.vocab_size)
 
     def _check_eos(self) -> None:
@@ -294,19 +296,6 @@ def _vocab_size(tokenizer: Any) -> int | None:
     return len(tokenizer) if hasattr(tokenizer, "__len__") else None
 
 
-def _parse_tools(tools: Any) -> list | tuple | None:
-    """Return a chat's tools; many datasets store them as JSON text, since columns have one type."""
-    schemas = tools
-    if isinstance(tools, str):
-        try:
-            schemas = json.loads(tools or "null")
-        except json.JSONDecodeError:
-            raise ValueError(f"tools must be a list of schemas, got {tools!r:.60}") from None
-    if schemas is not None and not isinstance(schemas, list | tuple):
-        raise ValueError(f"tools must be a list of schemas, got {type(schemas).__name__}")
-    return schemas
-
-
 def _check_text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name} must be text, got {type(value).__name__}")
@@ -328,7 +317,7 @@ def encode_rows(
 ) -> list[Sample | RowError]:
     """Return the sample of each row, or the error if it has none.
 
-    max_length: a longer sample raises, also if bad rows are skipped.
+    max_length: a longer sample raises, even if bad rows are skipped.
     """
     readable = [row.value for row in rows if not isinstance(row.value, ValueError)]
     samples, results = iter(encoder.encode(readable)), []
@@ -370,25 +359,3 @@ def encode_source(
             samples += raise_or_skip(encode_rows(batch, encoder, max_length), skipped)
             progress.add([row.value for row in batch])
     return TokenArray.of(samples, source.name, number)
-
-
-def drop_bad_documents(
-    arrays: list[TokenArray], skipped: SkippedRows, vocab_size: int | None = None
-) -> list[TokenArray]:
-    """Remove and count documents that are empty, or have invalid ids or shifted labels."""
-    first, filtered = 0, []
-    for array in arrays:
-        in_range, unshifted = array.valid_mask(vocab_size), array.unshifted_mask()
-        valid = in_range & unshifted
-        for number in np.flatnonzero(~valid).tolist():
-            reason = "a label is not its own token"
-            if not in_range[number]:
-                reason = "an id is outside the vocabulary"
-            if array.lengths[number] == 0:
-                reason = "it is empty or has nulls"
-            skipped.add(RowError(f"{array.name}, document {first + number}", reason))
-        first += len(valid)
-        if not valid.all():
-            array = replace(array, begins=array.begins[valid], lengths=array.lengths[valid])
-        filtered.append(array)
-    return filtered

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 
-from ..planning.overflow import Counts
+from ..planning.planner import Counts
 from ..sources.source import RowError
 
 NO_PACKS = (

@@ -67,9 +67,9 @@ def sharegpt_row(row: Any) -> dict:
 ROW_FORMATS: dict[str, Callable[[Any], dict]] = {"alpaca": alpaca_row, "sharegpt": sharegpt_row}
 
 
-def row_format(name: RowFormat | None) -> Callable[[Any], Any] | None:
-    """Return the function of a format; None: rows are read as they are."""
-    if name is None or (callable(name) and not isinstance(name, type)):
+def row_format(name: RowFormat) -> Callable[[Any], Any]:
+    """Return the function that converts the rows of a format."""
+    if callable(name) and not isinstance(name, type):
         return name
     if not isinstance(name, str) or name not in ROW_FORMATS:
         raise ValueError(f"format={name!r}: choose {', '.join(ROW_FORMATS)}, or pass a function")
@@ -94,9 +94,9 @@ def suggest_format(row: Mapping) -> str:
     return f'pass format="{found}"'
 
 
-def format_name(name: RowFormat | None) -> str | None:
-    """Return a format's name; of a function, where it is defined."""
-    if name is None or isinstance(name, str):
+def format_name(name: RowFormat) -> str:
+    """Return the name of a format; for a function, where it is defined."""
+    if isinstance(name, str):
         return name
     return f"{getattr(name, '__module__', '')}.{getattr(name, '__qualname__', type(name).__name__)}"
 

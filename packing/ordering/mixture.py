@@ -25,6 +25,7 @@ When a source is exhausted, as in `datasets.interleave_datasets`:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -66,12 +67,7 @@ class Mixture:
         num_readers: how many mixtures draw in parallel, each 1 / num_readers of the tokens;
         budget: tokens of a pack, for the intervals of a schedule; None: it is not divided.
         """
-        choices = get_args(StoppingStrategy)
-        if stopping_strategy not in choices:
-            raise ValueError(
-                f"stopping_strategy={stopping_strategy!r}: choose {', '.join(choices)}"
-            )
-        self.stopping_strategy = stopping_strategy
+        self.stopping_strategy = check_stopping_strategy(stopping_strategy)
         knots, self.fractions = weight_schedule(weights)
         self.knots = knots // num_readers
         """Tokens drawn at which the rows of `fractions` apply; linear in between."""
@@ -135,6 +131,13 @@ class Mixture:
             setattr(self, name, np.array(state[name], getattr(self, name).dtype))
 
 
+def check_stopping_strategy(name: StoppingStrategy) -> StoppingStrategy:
+    """Return the strategy, or raise if there is none of this name."""
+    if name not in (choices := get_args(StoppingStrategy)):
+        raise ValueError(f"stopping_strategy={name!r}: choose {', '.join(choices)}")
+    return name
+
+
 def has_schedule(weights: Sequence[Weight]) -> bool:
     """Return whether any weight changes with the tokens drawn."""
     return any(isinstance(weight, list | tuple) for weight in weights)
@@ -157,6 +160,7 @@ def parse_mixture(source: Any) -> list[tuple[Any, Weight]] | None:
                 f"a list of pairs that end in a number is a mixture of (source, weight), and "
                 f"{str(part)[:40]} is not a source: pass documents as lists or dicts of token ids"
             )
+    weight_schedule([weight for _, weight in pairs])  # raises for weights that cannot be drawn by
     return pairs
 
 
@@ -325,18 +329,35 @@ class MixedOrder:
         self,
         first_documents: Sequence[int],
         lengths: Callable[[np.ndarray], np.ndarray],
+        mixture: Mixture,
         seed: int,
         shuffle: bool,
     ):
-        """Source s holds the documents first_documents[s]:first_documents[s + 1]."""
+        """Source s holds the documents first_documents[s]:first_documents[s + 1].
+
+        mixture: at the beginning of the first epoch; it is copied, not changed.
+        """
         self.first_documents, self.lengths = first_documents, lengths
-        self.seed, self.shuffle = seed, shuffle
+        self.mixture, self.seed, self.shuffle = mixture, seed, shuffle
+        self._before = 0, mixture.state_dict()
+        """An epoch, and the state of the mixture before it."""
+
+    def read(self, epoch: int) -> Iterator[np.ndarray]:
+        """Yield the documents of an epoch in blocks; each interval of a schedule ends a block."""
+        mixture, (first, state) = deepcopy(self.mixture), self._before
+        if first > epoch:
+            first = 0
+        else:
+            mixture.load_state_dict(state)
+        for earlier in range(first, epoch):
+            for _ in self.epoch(earlier, mixture):
+                pass
+        self._before = epoch, mixture.state_dict()
+        yield from self.epoch(epoch, mixture)
+        self._before = epoch + 1, mixture.state_dict()
 
     def epoch(self, epoch: int, mixture: Mixture) -> Iterator[np.ndarray]:
-        """Yield the documents of an epoch in blocks; each interval of a schedule ends a block.
-
-        mixture: has drawn the epochs before; draws this one.
-        """
+        """Yield the blocks of an epoch; `mixture` has drawn the epochs before, and draws this."""
         mixture.restart()
         waiting: list[np.ndarray] = []
         count = 0

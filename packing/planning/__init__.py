@@ -1,11 +1,10 @@
 """Lengths to plans in pure integers: which samples share a pack."""
 
+from ..argument_checks import check_ints
 from .balancing import Cost, balance_plan
-from .overflow import Counts, Overflow
 from .packer import Packer
 from .padding import padded_fill
-from .plan import Plan
-from .planner import Planner, Strategy, check_ints, pack_lengths
+from .planner import Counts, Overflow, Plan, Planner, Strategy, pack_lengths
 
 __all__ = [
     "Cost",

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..ordering.permutation import permute, shuffle_key
-from .plan import Plan
+from .planner import Plan
 
 GROUPS = (64, 8)
 

@@ -9,7 +9,7 @@
 A window is packed in sweeps, which hand their emptiest packs on in the same way. A sweep makes one
 pack after the other:
 
-    the longest segment if it is long, else any    opens a pack                    [ 61        ]
+    the longest segment if it is long, or any      opens a pack                    [ 61        ]
     any that fits                                  joins while there is room       [ 61 9      ]
     any with a partner                             that together fill the pack     [ 61 9 17 13]
     the longest that fits                          if no such pair was found
@@ -29,9 +29,9 @@ import numpy as np
 from ..numba_jit import jit
 
 SWEEP = 1024
-"""Segments packed together: of many more, the same ones would be left over in every epoch."""
+"""Segments packed together; with many more, the same ones would be left over in every epoch."""
 PROBES = 8
-"""Arrivals tried for one that fits, or has a partner: finds one if every third is one."""
+"""Arrivals tried to find one that fits or has a partner: enough if every third one does."""
 SEVERAL, PAIR, PAIR_BESIDE_LONG = 3.0, 1.75, 1.25
 """Room, in mean segments, for any segment to join, or for a pair. Beside a long segment few single
 ones fit, the same in every epoch: there, pairs are tried from a smaller room on."""
@@ -42,14 +42,17 @@ EXCHANGES, NEAR = 8, 10
 """Exchanges tried for each segment, with one up to NEAR ranks away: as few as it takes for sets of
 50 documents to meet again at most twice as often as by chance."""
 TRIED = 1 << 18
-"""Other orders tried to save a pack, in squares of the number of segments: a hundred for 50, where
-a pack is up to 6 points of fill, none from 513 on, where it is less than one."""
+"""Limit of the other orders tried to save a pack; each costs the square of the number of segments.
+With 50 segments, where a pack is up to 6 points of fill, a hundred orders are tried; with more than
+512, where a pack is less than one point, none."""
 FULL = 100
-"""A pack is full if it lacks at most capacity / FULL: what waits for less meets the same again."""
+"""A pack is full if it lacks at most capacity / FULL: segments that wait for a smaller gap to close
+would meet the same segments again."""
 DEFERRED, MOST_SWEEPS = 96, 12
-"""Of the first window of a stream, one segment in DEFERRED may wait for the next, of the second two
-and so on up to MOST_SWEEPS, as in the sweeps of a window. Those that wait are not as long as
-others: more would correlate place and length by more than 0.02 in a stream that ends soon."""
+"""In the first window of a stream, one segment in DEFERRED may wait for the next window; in the
+second window, two, and so on up to MOST_SWEEPS, as in the sweeps of a window. Segments that wait
+are shorter than others: if more waited, place and length would correlate by more than 0.02 in a
+stream that ends soon."""
 MAX_DEFERRALS = 14
 """How often a segment may wait for the next window."""
 FACTOR, ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
@@ -137,8 +140,8 @@ def _fit_window(sizes, deferrals, before, capacity, flush, final):
 def _ranks(sizes, capacity, key):
     """Rank the segments of a sweep by size, from 1.
 
-    Returns the size of each rank (of rank 0, which is none, 0), the ranks in order of arrival, the
-    last rank before each range of 2 ** shift sizes, shift, and a hash of the sizes.
+    Returns the size of each rank (0 for rank 0, which no segment has), the ranks in order of
+    arrival, the last rank before each range of 2 ** shift sizes, shift, and a hash of the sizes.
     """
     n, shift = len(sizes), 0
     while capacity >> shift > 8 * n:

@@ -12,14 +12,15 @@ by number; a resume reads their tokens again from the source.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
+from ..argument_checks import check_flags, check_ints
 from ..pack import Pack
 from ..sample import IGNORE_INDEX, Sample
-from .overflow import Counts, Overflow
-from .plan import Plan
-from .planner import Planner, Strategy, check_ints
+from ..token_ids import MAX_TOKEN_ID
+from .planner import Counts, Overflow, Plan, Planner, Strategy, planner_settings
 from .share_order import order_by_shares
 
 
@@ -30,7 +31,8 @@ class Packer:
         budget: tokens that a pack may hold.
         pool: samples that best_fit chooses from; fewer than these wait for a pack.
         strategy: "best_fit", "sequential" or "concat", as in `Planner`.
-        overflow: of a sample longer than a pack: "split", "truncate", "drop" or "error".
+        overflow: what happens to a sample longer than a pack: "split", "truncate", "drop" or
+            "error".
         max_length: the longest sequence, if shorter than a pack: `overflow` applies from there.
         pad_to_multiple_of: every sample occupies a multiple of this many tokens in its pack.
         continue_positions: the parts of a split sample continue its positions instead of
@@ -56,24 +58,14 @@ class Packer:
         continue_positions: bool = False,
         pad_token_id: int = 0,
     ):
-        self.planner = Planner(
-            budget,
-            pool=pool,
-            strategy=strategy,
-            overflow=overflow,
-            pad_to_multiple_of=pad_to_multiple_of,
-            max_length=max_length,
-        )
-        if not isinstance(continue_positions, bool | np.bool_):
-            raise ValueError(f"continue_positions={continue_positions!r}: pass True or False")
-        if continue_positions and max_length is not None and overflow == "split":
-            raise ValueError(
-                f"continue_positions=True would continue positions beyond max_length={max_length}: "
-                "omit one of them"
-            )
-        if not 0 <= check_ints(pad_token_id=pad_token_id)[0] < 2**31:
-            raise ValueError(f"pad_token_id={pad_token_id}: pad with an id of the vocabulary")
-        self.continue_positions, self.pad_token_id = bool(continue_positions), int(pad_token_id)
+        settings = packer_settings(
+            budget=budget, pool=pool, strategy=strategy, overflow=overflow, max_length=max_length,
+            pad_to_multiple_of=pad_to_multiple_of, pad_token_id=pad_token_id,
+            continue_positions=continue_positions,
+        )  # fmt: skip
+        self.continue_positions = settings.pop("continue_positions")
+        self.pad_token_id = settings.pop("pad_token_id")
+        self.planner = Planner(**settings)
         self.pending: dict[int, Sample] = {}
         """The samples that are pending at least in part, by number of arrival."""
         self._pending_tokens: dict[int, int] = {}
@@ -211,8 +203,7 @@ class Packer:
     def _check_lengths(self) -> None:
         """Raise if a sample read again has another length than before: the data has changed."""
         unexplained = self._pending_tokens.copy()
-        columns = (column.tolist() for column in self.planner.pending.columns)
-        for number, start, length in zip(*columns, strict=True):
+        for number, start, length in self.planner.pending.T.tolist():
             unexplained[number] -= length
             if start + length > len(self.pending[number]):
                 unexplained[number] = -1
@@ -222,6 +213,33 @@ class Packer:
                 f"sample {wrong} has {len(self.pending[wrong])} tokens, another number than when "
                 "the state was made: the data or its tokenization has changed"
             )
+
+
+def packer_settings(
+    *,
+    continue_positions: bool,
+    pad_token_id: int,
+    vocab_size: int | None = None,
+    **planner: Any,
+) -> dict[str, Any]:
+    """Return the settings of a packer as JSON, or raise for one that is out of range.
+
+    vocab_size: the id of padding is below it, if it is known.
+    """
+    settings = planner_settings(**planner)
+    (continue_positions,) = check_flags(continue_positions=continue_positions)
+    max_length = settings["max_length"]
+    if continue_positions and max_length is not None and settings["overflow"] == "split":
+        raise ValueError(
+            f"continue_positions=True would continue positions beyond max_length={max_length}: "
+            "omit one of them"
+        )
+    (pad_token_id,) = check_ints(pad_token_id=pad_token_id)
+    largest = MAX_TOKEN_ID if vocab_size is None else vocab_size - 1
+    if not 0 <= pad_token_id <= largest:
+        ids = f"from 0 to {largest}"
+        raise ValueError(f"pad_token_id={pad_token_id}: pad with an id of the vocabulary, {ids}")
+    return {**settings, "continue_positions": continue_positions, "pad_token_id": pad_token_id}
 
 
 def _parent_label_counts(plan: Plan, samples: Mapping[int, Sample]) -> np.ndarray | None:

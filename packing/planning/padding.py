@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .overflow import Counts, Overflow, cut_items
+from .planner import Counts, Overflow, cut_items
 
 MAX_SAMPLES = 20_000
 """Samples to draw at random from a larger set."""
@@ -39,7 +39,7 @@ def padded_fill(
     drawn = draw.choice(lengths, min(MAX_SAMPLES, len(lengths)), replace=False)
     capacity = min(budget, max_length or budget)
     if (drawn > capacity).any():
-        drawn = cut_items(drawn, capacity, overflow, Counts()).lengths
+        drawn = cut_items(drawn, capacity, overflow, Counts())[2]
     tokens = positions = count = longest = 0
     for length in drawn.tolist():
         full, rest = divmod(length, budget)

@@ -4,31 +4,115 @@
                                                                     sequential: next-fit
                                                                     concat: cut at the budget
 
+An item that is longer than a pack, or than `max_length`, is cut by its `overflow`:
+
+    budget 4, lengths 3 10 4          split      3 | 4 4 2 | 4
+                                      truncate   3 | 4     | 4      6 tokens lost, counted
+                                      drop       3 |       | 4     10 tokens lost, counted
+
 The packs depend only on the settings and on the lengths in their order: not on how the lengths
 were cut into calls, nor on how often the planner was saved and restored in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 
-from ..numba_jit import jit
+from ..argument_checks import check_ints
 from ..pack import MAX_BUDGET
 from ..preparation_progress import announce_compilation
 from ..state.int_codec import ints_from_text, ints_to_text
 from .best_fit import MAX_DEFERRALS, fit_windows
 from .next_fit import cut_stream, next_fit
-from .overflow import Counts, Overflow, cut_items
-from .plan import Plan
-from .segments import Segments
 
 Strategy = Literal["best_fit", "sequential", "concat"]
+Overflow = Literal["split", "truncate", "drop", "error"]
 VERSION = 1
 """Incremented when the state changes, or when the same lengths give other packs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """P packs of M segments; a segment is an item, or one part of a split item.
+
+        items     [ 0 2 | 1 3 3 ]      segment 4 is the second part of item 3
+        starts    [ 0 0 | 0 0 7 ]
+        lengths   [ 5 3 | 2 7 1 ]
+        offsets   [ 0     2       5 ]
+
+    >>> plan = Plan(*map(np.array, ([0, 2, 1], [0, 0, 0], [5, 3, 6], [0, 2, 3])))
+    >>> [pack.tolist() for pack in plan], plan.tokens.tolist(), plan.fill(budget=8)
+    ([[0, 2], [1]], [8, 6], 0.875)
+    """
+
+    items: np.ndarray
+    """int64 [M]: the item of each segment, numbered by arrival from 0."""
+    starts: np.ndarray
+    """int64 [M]: first token of the segment inside its item; 0 unless the item was split."""
+    lengths: np.ndarray
+    """int64 [M]: tokens of the segment."""
+    offsets: np.ndarray
+    """int64 [P+1]: pack p holds the segments offsets[p]:offsets[p+1]."""
+
+    def __post_init__(self):
+        assert len(self.items) == len(self.starts) == len(self.lengths) == self.offsets[-1]
+        assert self.offsets[0] == 0
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[p] for p in range(len(self)))
+
+    def __getitem__(self, pack: int) -> np.ndarray:
+        """Return the items of one pack."""
+        return self.items[self.segments(pack)]
+
+    def segments(self, pack: int) -> slice:
+        """Return the slice of one pack's segments in `items`, `starts` and `lengths`."""
+        if not -len(self) <= pack < len(self):
+            raise IndexError(f"pack {pack} of a plan of {len(self)}")
+        pack %= len(self)
+        return slice(int(self.offsets[pack]), int(self.offsets[pack + 1]))
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int64 [P]: tokens in each pack."""
+        return self.sum_per_pack(self.lengths)
+
+    def fill(self, budget: int) -> float:
+        """Return the fraction of all packs' budget that holds tokens."""
+        return int(self.lengths.sum()) / (budget * len(self)) if len(self) else 0.0
+
+    def sum_per_pack(self, values: np.ndarray) -> np.ndarray:
+        """Sum `values`, one per segment, over each pack."""
+        totals = np.concatenate([np.zeros(1, values.dtype), np.cumsum(values)])
+        return totals[self.offsets[1:]] - totals[self.offsets[:-1]]
+
+    def take(self, packs: np.ndarray) -> Plan:
+        """Return the plan of these packs, in this order."""
+        counts = np.diff(self.offsets)[packs]
+        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        segments = np.arange(offsets[-1]) + np.repeat(self.offsets[packs] - offsets[:-1], counts)
+        return Plan(self.items[segments], self.starts[segments], self.lengths[segments], offsets)
+
+    @classmethod
+    def join(cls, plans: Sequence[Plan]) -> Plan:
+        """Concatenate plans."""
+        if not plans:
+            return cls(*(np.zeros(n, np.int64) for n in (0, 0, 0, 1)))
+        ends = np.cumsum([0, *(plan.offsets[-1] for plan in plans)])
+        shifted = [plan.offsets[1:] + end for plan, end in zip(plans, ends[:-1], strict=True)]
+        return cls(
+            np.concatenate([plan.items for plan in plans]),
+            np.concatenate([plan.starts for plan in plans]),
+            np.concatenate([plan.lengths for plan in plans]),
+            np.concatenate([np.zeros(1, np.int64), *shifted]),
+        )
 
 
 def pack_lengths(
@@ -48,7 +132,8 @@ def pack_lengths(
         budget: tokens that a pack may hold.
         pool: items that may wait for a pack, as in a stream; None: all of them.
         strategy: "best_fit", "sequential" or "concat", as in `Planner`.
-        overflow: of an item longer than a pack: "split", "truncate", "drop" or "error".
+        overflow: what happens to an item longer than a pack: "split", "truncate", "drop" or
+            "error".
         max_length: the longest sequence, if shorter than a pack: `overflow` applies from there.
         pad_to_multiple_of: tokens in a pack that a segment takes are a multiple of this.
 
@@ -61,14 +146,39 @@ def pack_lengths(
         capacity = max(1, budget // max(1, pad_to_multiple_of) * pad_to_multiple_of)
         pool = int((lengths // min(capacity, max_length or capacity) + 1).sum()) + 1
     planner = Planner(
-        budget,
-        pool=pool,
-        strategy=strategy,
-        overflow=overflow,
-        pad_to_multiple_of=pad_to_multiple_of,
-        max_length=max_length,
-    )
+        budget, pool=pool, strategy=strategy, overflow=overflow,
+        pad_to_multiple_of=pad_to_multiple_of, max_length=max_length,
+    )  # fmt: skip
     return Plan.join([planner.feed(lengths), planner.finish()])
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counters of a planner; tokens = packed + pending + truncated + dropped."""
+
+    items: int = 0
+    tokens: int = 0
+    split: int = 0
+    """Items split because they are too long."""
+    truncated: int = 0
+    """Items truncated."""
+    truncated_tokens: int = 0
+    dropped: int = 0
+    """Items dropped."""
+    dropped_tokens: int = 0
+    packs: int = 0
+    packed_tokens: int = 0
+    sequences: int = 0
+    """Samples and parts of split samples in the packs."""
+
+    def as_list(self) -> list[int]:
+        """Return the counters in their order: `Counts(*counts.as_list())` has the same."""
+        return [getattr(self, name) for name in self.__slots__]
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens of segments that have no pack yet."""
+        return self.tokens - self.packed_tokens - self.truncated_tokens - self.dropped_tokens
 
 
 class Planner:
@@ -81,7 +191,7 @@ class Planner:
         pool: segments that best_fit chooses from; more fill packs better.
         strategy: best_fit: fullest packs; sequential: keeps the order, a pack ends where the next
             item does not fit; concat: keeps the order, items are cut wherever a pack is full.
-        overflow: what to do with an item longer than a pack; counted in `counts`.
+        overflow: what happens to an item longer than a pack; counted in `counts`.
         max_length: the longest sequence, if shorter than a pack: `overflow` applies from there.
         pad_to_multiple_of: every segment occupies a multiple of this many tokens in its pack; the
             plan's lengths are the true ones.
@@ -101,42 +211,19 @@ class Planner:
         pad_to_multiple_of: int = 1,
         max_length: int | None = None,
     ):
-        if strategy not in ("best_fit", "sequential", "concat"):
-            raise ValueError(f"strategy {strategy!r}: choose best_fit, sequential or concat")
-        if overflow not in ("split", "truncate", "drop", "error"):
-            raise ValueError(f"overflow {overflow!r}: choose split, truncate, drop or error")
-        if strategy == "concat" and overflow != "split":
-            raise ValueError(f'concat always splits: overflow {overflow!r} must be "split"')
-        budget, pool, multiple = check_ints(
-            budget=budget, pool=pool, pad_to_multiple_of=pad_to_multiple_of
-        )
-        if not 1 <= budget <= MAX_BUDGET:
-            raise ValueError(f"budget {budget}: a pack has 1 to {MAX_BUDGET} tokens")
-        if multiple < 1 or budget < multiple:
-            raise ValueError(
-                f"pad_to_multiple_of {multiple} must be at least 1 and at most the budget {budget}"
-            )
-        if pool < 1:
-            raise ValueError(f"pool {pool}: at least one segment")
-        if max_length is not None and check_ints(max_length=max_length)[0] < 2:
-            raise ValueError(f"max_length {max_length}: a sequence needs 2 tokens to learn from")
-        self.settings = {
-            "budget": budget,
-            "pool": pool,
-            "strategy": strategy,
-            "overflow": overflow,
-            "pad_to_multiple_of": multiple,
-            "max_length": None if max_length is None else int(max_length),
-        }
+        self.settings = planner_settings(
+            budget=budget, pool=pool, strategy=strategy, overflow=overflow,
+            pad_to_multiple_of=pad_to_multiple_of, max_length=max_length,
+        )  # fmt: skip
         self.counts = Counts()
-        self.capacity = budget // multiple * multiple
-        """Tokens that a pack can hold, rounded down to `pad_to_multiple_of`."""
-        self.max_segment = min(self.capacity, self.settings["max_length"] or self.capacity)
+        self.capacity = pack_capacity(self.settings)
+        """Tokens that a pack can hold."""
+        self.max_segment = max_segment(self.settings)
         """Tokens that a segment can have."""
         self.cuts_stream = strategy == "concat" and self.max_segment == self.capacity
         """Whether items are cut wherever a pack is full: none of them is too long."""
-        self.pending = Segments.empty()
-        """Segments that have no pack yet."""
+        self.pending = np.zeros((3, 0), np.int64)
+        """int64 [3, M]: item, start and length of each segment that has no pack yet."""
         self._deferrals = np.zeros(0, np.int64)
 
     def feed(self, lengths: np.ndarray) -> Plan:
@@ -145,18 +232,19 @@ class Planner:
         If an item is rejected, none of this call's items are taken.
         """
         lengths = _as_integers(lengths)
-        shortest, longest, total = _length_range(lengths)
+        first, shortest = self.counts.items, int(lengths.min(initial=1))
         if shortest < 1:
-            item = self.counts.items + int(np.argmin(lengths))
+            item = first + int(np.argmin(lengths))
             raise ValueError(f"item {item} has length {shortest}: remove empty items")
-        if longest <= self.max_segment or self.cuts_stream:
-            self.pending = self.pending.append_items(self.counts.items, lengths)
+        if lengths.max(initial=0) <= self.max_segment or self.cuts_stream:
+            segments = _full_items(first, lengths)
         else:
             segments = cut_items(lengths, self.max_segment, self.settings["overflow"], self.counts)
-            self.pending = self.pending.append(segments)
+        self.pending = np.concatenate([self.pending, segments], axis=1)
         self.counts.items += len(lengths)
-        self.counts.tokens += total
-        if self.settings["strategy"] == "best_fit" and len(self.pending) < self.settings["pool"]:
+        self.counts.tokens += int(lengths.sum())
+        best_fits, pool = self.settings["strategy"] == "best_fit", self.settings["pool"]
+        if best_fits and self.pending.shape[1] < pool:
             return Plan.join([])
         return self._decide()
 
@@ -174,8 +262,8 @@ class Planner:
     def _decide(self, *, flush: bool = False, final: bool = False) -> Plan:
         pending, multiple = self.pending, self.settings["pad_to_multiple_of"]
         if self.settings["strategy"] == "concat":
-            pending = Segments(*cut_stream(*pending.columns, self.capacity, multiple))
-        lengths = pending.lengths
+            pending = cut_stream(*pending, self.capacity, multiple)
+        lengths = pending[2]
         sizes = lengths if multiple == 1 else -(-lengths // multiple) * multiple
         if self.settings["strategy"] == "best_fit":
             settings = self.counts.sequences, self.capacity, self.settings["pool"]
@@ -185,9 +273,10 @@ class Planner:
                 )
         else:
             offsets = next_fit(sizes, self.capacity, final)
-            order, rest = np.split(np.arange(len(pending)), offsets[-1:])
-        self.pending = pending.take(rest)
-        plan = Plan(*pending.take(order).columns, offsets)
+            order, rest = np.split(np.arange(len(lengths)), offsets[-1:])
+        self.pending = pending.take(rest, axis=1)
+        items, starts, lengths = pending.take(order, axis=1)
+        plan = Plan(items, starts, lengths, offsets)
         self.counts.packs += len(plan)
         self.counts.packed_tokens += int(plan.lengths.sum())
         self.counts.sequences += len(plan.items)
@@ -196,19 +285,19 @@ class Planner:
     @property
     def first_pending(self) -> int:
         """The first item that is pending at least in part; if none is, the next to arrive."""
-        return int(self.pending.items.min(initial=self.counts.items))
+        return int(self.pending[0].min(initial=self.counts.items))
 
     def state_dict(self) -> dict:
         """Return what a planner with the same settings needs to continue: small JSON, no tokens."""
-        pending, first = self.pending, self.first_pending
+        (items, starts, lengths), first = self.pending, self.first_pending
         return {
             "version": VERSION,
             "settings": dict(self.settings),
             "counts": asdict(self.counts),
             "first": first,
-            "items": ints_to_text(pending.items - first),
-            "starts": ints_to_text(pending.starts),
-            "lengths": ints_to_text(pending.lengths),
+            "items": ints_to_text(items - first),
+            "starts": ints_to_text(starts),
+            "lengths": ints_to_text(lengths),
             "deferrals": ints_to_text(self._deferrals),
         }
 
@@ -225,39 +314,63 @@ class Planner:
         items, starts, lengths, deferrals = (
             ints_from_text(state[name]) for name in ("items", "starts", "lengths", "deferrals")
         )
-        pending = Segments(items + state["first"], starts, lengths)
         counts = Counts(**state["counts"])
-        if not self._is_valid(pending, deferrals, counts):
+        pending = items + state["first"], starts, lengths
+        if not self._is_valid(*pending, deferrals, counts):
             raise ValueError("the planner state contradicts itself: it was damaged or edited")
-        self.pending, self._deferrals, self.counts = pending, deferrals, counts
+        self.pending, self._deferrals, self.counts = np.array(pending), deferrals, counts
 
-    def _is_valid(self, pending: Segments, deferrals: np.ndarray, counts: Counts) -> bool:
+    def _is_valid(self, items, starts, lengths, deferrals: np.ndarray, counts: Counts) -> bool:
         """Return whether a planner can be in this state; the compiled loops rely on it."""
-        starts, lengths = pending.starts, pending.lengths
-        if not len(pending.items) == len(starts) == len(lengths) >= len(deferrals):
+        if not len(items) == len(starts) == len(lengths) >= len(deferrals):
             return False
-        if len(pending) == 0:
+        if len(items) == 0:
             return counts.pending_tokens == 0
         pool, best_fits = self.settings["pool"], self.settings["strategy"] == "best_fit"
         return bool(
-            len(pending) < (pool if best_fits else self.capacity)
-            and pending.items.max() < counts.items
+            len(items) < (pool if best_fits else self.capacity)
+            and items.max() < counts.items
             and 1 <= lengths.min() <= lengths.max() <= self.max_segment
             and lengths.sum() == counts.pending_tokens
             and 0 <= deferrals.min(initial=0) <= deferrals.max(initial=0) <= MAX_DEFERRALS
         )
 
 
-def check_ints(**settings: int) -> list[int]:
-    """Return settings as Python integers, or raise naming the one that is not an integer.
-
-    >>> check_ints(budget=np.int64(8), pool=4)
-    [8, 4]
-    """
-    for name, value in settings.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise ValueError(f"{name} {value!r} must be an integer")
-    return [int(value) for value in settings.values()]
+def planner_settings(
+    *, budget: int, pool: int, strategy: Strategy, overflow: Overflow, pad_to_multiple_of: int,
+    max_length: int | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the settings of a planner as JSON, or raise for one that is out of range."""
+    if strategy not in ("best_fit", "sequential", "concat"):
+        raise ValueError(f"strategy {strategy!r}: choose best_fit, sequential or concat")
+    if overflow not in ("split", "truncate", "drop", "error"):
+        raise ValueError(f"overflow {overflow!r}: choose split, truncate, drop or error")
+    if strategy == "concat" and overflow != "split":
+        raise ValueError(f'concat always splits: overflow {overflow!r} must be "split"')
+    budget, pool, multiple = check_ints(
+        budget=budget, pool=pool, pad_to_multiple_of=pad_to_multiple_of
+    )
+    if not 1 <= budget <= MAX_BUDGET:
+        allowed = "at most" if budget > 0 else "1 to"
+        raise ValueError(f"budget {budget}: a pack has {allowed} {MAX_BUDGET} tokens")
+    if multiple < 1 or budget < multiple:
+        raise ValueError(
+            f"pad_to_multiple_of {multiple} must be at least 1 and at most the budget {budget}"
+        )
+    if pool < 1:
+        raise ValueError(f"pool {pool}: at least one segment")
+    if max_length is not None:
+        (max_length,) = check_ints(max_length=max_length)
+        if max_length < 2:
+            raise ValueError(f"max_length {max_length}: a sequence needs 2 tokens to learn from")
+    return {
+        "budget": budget,
+        "pool": pool,
+        "strategy": strategy,
+        "overflow": overflow,
+        "pad_to_multiple_of": multiple,
+        "max_length": max_length,
+    }
 
 
 def _as_integers(lengths: np.ndarray) -> np.ndarray:
@@ -267,13 +380,79 @@ def _as_integers(lengths: np.ndarray) -> np.ndarray:
     return lengths.astype(np.int64, copy=False)
 
 
-@jit
-def _length_range(lengths):
-    """Return the smallest, the largest and the sum; for no lengths 1, 0 and 0."""
-    shortest = np.int64(1) if len(lengths) == 0 else lengths[0]
-    longest = total = np.int64(0)
-    for length in lengths:
-        shortest = min(shortest, length)
-        longest = max(longest, length)
-        total += length
-    return shortest, longest, total
+def _full_items(first: int, lengths: np.ndarray) -> np.ndarray:
+    """Return items, numbered from `first`, as one segment each."""
+    segments = np.zeros((3, len(lengths)), np.int64)
+    segments[0], segments[2] = np.arange(first, first + len(lengths)), lengths
+    return segments
+
+
+def cut_items(lengths: np.ndarray, capacity: int, overflow: Overflow, counts: Counts) -> np.ndarray:
+    """Turn items, some longer than `capacity`, into segments that fit; update the counts.
+
+    >>> counts = Counts()
+    >>> cut_items(np.array([3, 10, 4]), 4, overflow="split", counts=counts)[2].tolist()
+    [3, 4, 4, 2, 4]
+    >>> counts.split
+    1
+    """
+    segments, long = _full_items(counts.items, lengths), lengths > capacity
+    if overflow == "error":
+        first = int(np.argmax(long))
+        raise too_long_error(f"item {counts.items + first}", int(lengths[first]), capacity)
+    if overflow == "split":
+        counts.split += int(long.sum())
+        return _split(segments, capacity)
+    if overflow == "truncate":
+        counts.truncated += int(long.sum())
+        counts.truncated_tokens += int((lengths[long] - capacity).sum())
+        segments[2] = np.minimum(lengths, capacity)
+        return segments
+    counts.dropped += int(long.sum())
+    counts.dropped_tokens += int(lengths[long].sum())
+    return segments[:, ~long]
+
+
+def too_long_error(location: object, length: int, capacity: int) -> ValueError:
+    """Build the error for a sample that is longer than a pack or than `max_length`."""
+    return ValueError(
+        f"{location} has {length} tokens, at most {capacity} are allowed: choose overflow= "
+        "(split, truncate or drop), or raise budget= or max_length=, up to the model's positions"
+    )
+
+
+def max_sample_length(packer: Mapping[str, Any]) -> int | None:
+    """Return the longest sample that a packer with these settings accepts; None: no limit."""
+    return max_segment(packer) if packer["overflow"] == "error" else None
+
+
+def kept_lengths(lengths: np.ndarray, packer: Mapping[str, Any]) -> np.ndarray:
+    """Return the tokens of each item that a packer with these settings keeps.
+
+    >>> kept_lengths(np.array([3, 10]), Planner(budget=4, overflow="truncate").settings).tolist()
+    [3, 4]
+    """
+    if packer["overflow"] == "truncate":
+        return np.minimum(lengths, max_segment(packer))
+    if packer["overflow"] == "drop":
+        return np.where(lengths > max_segment(packer), 0, lengths)
+    return lengths
+
+
+def pack_capacity(planner: Mapping[str, Any]) -> int:
+    """Return the tokens that a pack can hold: the budget, rounded down to `pad_to_multiple_of`."""
+    multiple = planner["pad_to_multiple_of"]
+    return planner["budget"] // multiple * multiple
+
+
+def max_segment(planner: Mapping[str, Any]) -> int:
+    """Return the longest segment of a planner with these settings."""
+    return min(pack_capacity(planner), planner["max_length"] or MAX_BUDGET)
+
+
+def _split(segments: np.ndarray, capacity: int) -> np.ndarray:
+    """Cut every item into parts of `capacity` tokens and a remainder."""
+    parts = -(-segments[2] // capacity)
+    items, _, lengths = np.repeat(segments, parts, axis=1)
+    starts = (np.arange(len(items)) - np.repeat(np.cumsum(parts) - parts, parts)) * capacity
+    return np.array([items, starts, np.minimum(lengths - starts, capacity)])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..numba_jit import jit
-from .plan import Plan
+from .planner import Plan
 
 LOOKAHEAD = 256
 """Packs of which the next is chosen."""

@@ -1,5 +1,6 @@
 """Packs of a data set in order, resumable: planned from known lengths, or streamed over shards."""
 
+from .estimate import estimate_report
 from .planned import PLANNED_POOL, PlannedPacks
 from .streamed import StreamedPacks
 
@@ -7,4 +8,5 @@ __all__ = [
     "PLANNED_POOL",
     "PlannedPacks",
     "StreamedPacks",
+    "estimate_report",
 ]

@@ -1,4 +1,4 @@
-"""Estimate the packs of a stream before it is read.
+"""Estimate the packs of a stream before it is read, and the report of a long plan.
 
     first rows of a source ─▶ tokens of a row ─┐
     rows of it, or its bytes ─▶ rows ──────────┴─▶ lengths of a shard ─▶ planned packs · shards
@@ -9,16 +9,17 @@ these differ from the others.
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import islice, pairwise
 from math import ceil
 
 import numpy as np
 
+from ..encoding.report import SkippedRows, build_report
 from ..ordering.mixture import estimate_epoch
-from ..planning.overflow import kept_lengths
-from ..planning.planner import Planner
+from ..planning.planner import Planner, kept_lengths
 from ..sample import Sample
 from ..sources.source import RowSource
+from .planned import PlannedPacks
 from .shard_reader import StreamSettings
 
 FIRST_ROWS = 256
@@ -52,9 +53,8 @@ def estimate_packs(settings: StreamSettings) -> int | None:
 
 
 def _planned_packs(documents: np.ndarray, settings: StreamSettings) -> int:
-    names = ("budget", "pool", "strategy", "overflow", "pad_to_multiple_of", "max_length")
-    options = {name: value for name, value in settings.packer.items() if name in names}
-    if options.get("overflow") == "error":  # raised when it is read, unless errors are skipped
+    options = settings.planner
+    if options["overflow"] == "error":  # raised when it is read, unless errors are skipped
         options["overflow"] = "drop"
     planner = Planner(**options)
     planner.feed(documents)
@@ -75,3 +75,24 @@ def _first_lengths(source: RowSource, settings: StreamSettings) -> tuple[np.ndar
     if num_rows is not None:
         return lengths, num_rows / len(rows)
     return lengths, max(1.0, (source.num_bytes or 0) / sum(map(source.row_bytes, rows)))
+
+
+def estimate_report(packs: PlannedPacks, max_documents: int) -> dict | None:
+    """Report the first documents of a plan; shares, laps and `epoch_packs` are of the full epoch.
+
+    None: an epoch has no more documents than these.
+    """
+    store, settings = packs.store, packs.settings
+    weights = settings.weights
+    bounds = store.source_bounds(len(weights))
+    kept = [kept_lengths(store.lengths[a:b], settings.packer) for a, b in pairwise(bounds)]
+    tokens = np.array([each.sum(dtype=np.int64) for each in kept])
+    drawn = estimate_epoch(tokens, weights, settings.stopping_strategy)
+    laps = drawn / np.maximum(1, tokens)
+    if laps @ np.diff(bounds) <= max_documents:
+        return None
+    for _ in packs.plans(0, max_documents=max_documents):
+        pass
+    report = build_report(packs.counts, drawn.tolist(), SkippedRows(), settings.budget)
+    epoch_packs = round(packs.counts.packs * drawn.sum() / max(1, packs.counts.packed_tokens))
+    return {**report, "epoch_packs": epoch_packs, "laps": laps.tolist()}

@@ -12,120 +12,101 @@ integers; to resume, the epoch is planned again up to it, at a million documents
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import count, pairwise
-from typing import Any
+from itertools import count
 
 import numpy as np
 
 from ..encoding.report import NO_PACKS, SkippedRows, build_report
-from ..ordering.mixture import (
-    MixedOrder,
-    Mixture,
-    StoppingStrategy,
-    Weight,
-    estimate_epoch,
-    has_schedule,
-)
+from ..ordering.mixture import MixedOrder, Mixture, has_schedule
 from ..ordering.permutation import epoch_order
 from ..ordering.rank_shard import Position, RankShard
 from ..pack import Pack
 from ..planning.balancing import Leveler, NoLeveling
-from ..planning.overflow import Counts, kept_lengths, max_sample_length, too_long_error
-from ..planning.plan import Plan
-from ..planning.planner import Planner
+from ..planning.planner import (
+    Counts,
+    Plan,
+    Planner,
+    kept_lengths,
+    max_sample_length,
+    too_long_error,
+)
 from ..planning.share_order import order_by_shares
+from ..settings import PackSettings
 from ..sources.remote import prefetch
 from ..sources.token_store import TokenStore
 from ..state.run_state import check_packs_left, end_epoch_of
 
 GATHER_TOKENS = 1 << 17
 """Tokens gathered per call: enough to amortize the call, few enough to stay in the cache."""
-
 PLANNED_POOL = 1 << 16
 """Documents whose packs are shuffled together, so that a set up to this size has no order."""
 MAX_READERS = 1 << 16
-"""Ranks x workers at most: a position may be this far beyond the epoch of its round's start."""
+"""Largest number of ranks x workers. The position after a round of packs may be beyond the end of
+the epoch in which the round started, by fewer packs than this."""
 
 
 class PlannedPacks:
     """The sequence of packs of a token store, readable from any position by any share."""
 
-    def __init__(
-        self,
-        store: TokenStore,
-        planner: dict[str, Any],
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        weights: Sequence[Weight] = (1,),
-        stopping_strategy: StoppingStrategy = "first_exhausted",
-        balance: bool = False,
-        vocab_size: int | None = None,
-        continue_positions: bool = False,
-        pad_token_id: int = 0,
-        max_packs: int | None = None,
-    ):
+    sequential_only = False
+
+    def __init__(self, store: TokenStore, settings: PackSettings):
         store.check()
+        self.store, self.settings = store, settings
         self.counts = Counts()
         """Counts of the epoch that was planned last."""
-        self.vocab_size = vocab_size
-        self.stopping_strategy: StoppingStrategy = stopping_strategy
-        self.store, self.planner = store, planner
-        self._splits = planner.get("overflow", "split") == "split"
-        defaults = {"overflow": "split", "pad_to_multiple_of": 1}
-        self._max_length = max_sample_length({**defaults, **planner})
-        self.seed, self.shuffle, self.balance = seed, shuffle, balance
-        self.weights = weights
-        self._mixture_state: tuple[int, dict] = 0, self._new_mixture().state_dict()
-        """An epoch, and the state of the mixture before it."""
         self._num_packs: dict[int, int] = {}
         """The number of packs of each epoch that was counted."""
-        self.continue_positions, self.pad_token_id = continue_positions, pad_token_id
-        self.max_packs = max_packs
+        self._max_length = max_sample_length(settings.packer)
+        self._mixed_order = self._mix() if len(settings.weights) > 1 else None
+
+    def _mix(self) -> MixedOrder:
+        settings = self.settings
+        mixture = Mixture(settings.weights, settings.stopping_strategy, budget=settings.budget)
+        bounds, shuffle = self.store.source_bounds(len(settings.weights)), bool(settings.shuffle)
+        return MixedOrder(bounds, self._kept_lengths, mixture, settings.seed, shuffle)
 
     def plans(
         self, epoch: int, first_pack: int = 0, max_documents: int | None = None
     ) -> Iterator[Plan]:
         """Plan an epoch, or its first documents, block by block; the items are those documents."""
-        planner = Planner(**self._planner_settings())
-        leveler = NoLeveling()
-        if self.balance:
-            leveler = Leveler(seed=self.seed, epoch=epoch, first=first_pack)
-        pending, first, changes = np.zeros(0, np.int64), 0, has_schedule(self.weights)
+        settings, options = self.settings, self.settings.planner
+        if settings.shuffle:
+            options["pool"] = max(PLANNED_POOL, options["pool"])
+        planner, leveler = Planner(**options), NoLeveling()
+        if settings.balance:
+            leveler = Leveler(seed=settings.seed, epoch=epoch, first=first_pack)
+        pending, first, changes = np.zeros(0, np.int64), 0, has_schedule(settings.weights)
         for documents in _first(self._order(epoch), max_documents):
             if changes:  # a block ends at the end of an interval at the latest
-                plan = _to_documents(planner.flush(), pending, first)
-                yield leveler.feed(self._ordered(plan))
+                yield leveler.feed(self._of_documents(planner.flush(), pending, first))
                 yield leveler.finish()
-            pending = np.concatenate([pending, documents])
-            lengths = self._lengths(documents)
+            pending, lengths = np.concatenate([pending, documents]), self._lengths(documents)
             self._check_lengths(documents, lengths)
-            plan = _to_documents(planner.feed(lengths), pending, first)
-            yield leveler.feed(self._ordered(plan))
+            yield leveler.feed(self._of_documents(planner.feed(lengths), pending, first))
             first_pending = max(first, planner.first_pending)
             pending, first = pending[first_pending - first :], first_pending
-        yield leveler.feed(self._ordered(_to_documents(planner.finish(), pending, first)))
+        yield leveler.feed(self._of_documents(planner.finish(), pending, first))
         yield leveler.finish()
         self.counts = planner.counts
 
-    def _ordered(self, plan: Plan) -> Plan:
-        """Order the packs of changing weights by shares; balancing orders them by cost."""
-        if self.balance or not has_schedule(self.weights):
+    def _of_documents(self, plan: Plan, documents: np.ndarray, first: int) -> Plan:
+        """Replace the items of a plan, positions in the order from `first`, by documents.
+
+        If weights change, the packs are ordered by shares, unless balancing orders them by cost.
+        """
+        plan = Plan(documents[plan.items - first], plan.starts, plan.lengths, plan.offsets)
+        weights = self.settings.weights
+        if self.settings.balance or not has_schedule(weights):
             return plan
-        sources, budget = self.store.sources(plan.items), self.planner["budget"]
-        return order_by_shares(plan, sources, len(self.weights), budget)
+        sources = self.store.sources(plan.items)
+        return order_by_shares(plan, sources, len(weights), self.settings.budget)
 
     def _lengths(self, documents: np.ndarray) -> np.ndarray:
         return self.store.lengths[documents].astype(np.int64, copy=False)
-
-    def _planner_settings(self) -> dict[str, Any]:
-        """Return the planner's settings; shuffled documents have a large pool."""
-        if not self.shuffle:
-            return self.planner
-        return {**self.planner, "pool": max(PLANNED_POOL, self.planner.get("pool", 1))}
 
     def _check_lengths(self, documents: np.ndarray, lengths: np.ndarray) -> None:
         """Raise on a document that is too long: the planner would know only its position."""
@@ -135,59 +116,24 @@ class PlannedPacks:
             raise too_long_error(location, int(lengths[first]), self._max_length)
 
     def _order(self, epoch: int) -> Iterator[np.ndarray]:
-        if len(self.weights) == 1:
-            yield from epoch_order(len(self.store), self.seed, epoch, self.shuffle)
-            return
-        mixture = self._new_mixture()
-        first, state = self._mixture_state
-        if first > epoch:
-            first, state = 0, mixture.state_dict()
-        mixture.load_state_dict(state)
-        for earlier in range(first, epoch):
-            for _ in self._mixed_order().epoch(earlier, mixture):
-                pass
-        self._mixture_state = epoch, mixture.state_dict()
-        yield from self._mixed_order().epoch(epoch, mixture)
-        self._mixture_state = epoch + 1, mixture.state_dict()
-
-    def _new_mixture(self) -> Mixture:
-        return Mixture(self.weights, self.stopping_strategy, budget=self.planner["budget"])
-
-    def _mixed_order(self) -> MixedOrder:
-        bounds = self.store.source_bounds(len(self.weights))
-        return MixedOrder(bounds, self._kept_lengths, self.seed, self.shuffle)
+        if self._mixed_order is None:
+            settings = self.settings
+            return epoch_order(len(self.store), settings.seed, epoch, bool(settings.shuffle))
+        return self._mixed_order.read(epoch)
 
     def _kept_lengths(self, documents: np.ndarray) -> np.ndarray:
-        return kept_lengths(self._lengths(documents), self.planner)
+        return kept_lengths(self._lengths(documents), self.settings.packer)
 
     def report(self, epoch: int, skipped: SkippedRows) -> dict:
         """Report an epoch from its plan, without reading tokens."""
-        tokens, begun = np.zeros((2, len(self.weights)), np.int64)
+        tokens, begun = np.zeros((2, len(self.settings.weights)), np.int64)
         for plan in self.plans(epoch):
             sources = self.store.sources(plan.items)
             np.add.at(tokens, sources, plan.lengths)
             np.add.at(begun, sources[plan.starts == 0], 1)
-        report = build_report(self.counts, tokens.tolist(), skipped, self.planner["budget"])
-        documents = np.diff(self.store.source_bounds(len(self.weights)))
+        report = build_report(self.counts, tokens.tolist(), skipped, self.settings.budget)
+        documents = np.diff(self.store.source_bounds(len(self.settings.weights)))
         return {**report, "laps": (begun / np.maximum(1, documents)).tolist()}
-
-    def estimate_report(self, max_documents: int) -> dict | None:
-        """Report the first documents of an epoch; shares, laps and `epoch_packs` are of all of it.
-
-        None: an epoch has no more documents than these.
-        """
-        bounds, lengths = self.store.source_bounds(len(self.weights)), self.store.lengths
-        kept = [kept_lengths(lengths[a:b], self.planner) for a, b in pairwise(bounds)]
-        tokens = np.array([each.sum(dtype=np.int64) for each in kept])
-        drawn = estimate_epoch(tokens, self.weights, self.stopping_strategy)
-        laps = drawn / np.maximum(1, tokens)
-        if laps @ np.diff(bounds) <= max_documents:
-            return None
-        for _ in self.plans(0, max_documents=max_documents):
-            pass
-        report = build_report(self.counts, drawn.tolist(), SkippedRows(), self.planner["budget"])
-        packs = round(self.counts.packs * drawn.sum() / max(1, self.counts.packed_tokens))
-        return {**report, "epoch_packs": packs, "laps": laps.tolist()}
 
     def count(self, epoch: int = 0) -> int:
         """Count the packs of an epoch, without reading tokens."""
@@ -195,11 +141,15 @@ class PlannedPacks:
             self._num_packs[epoch] = sum(len(plan) for plan in self.plans(epoch))
         return self._num_packs[epoch]
 
+    def estimate(self) -> int:
+        """Count the packs of the first epoch: no estimate is needed."""
+        return self.count()
+
     def next_pass_epoch(self, position: Position) -> int:
         """Return the first epoch that a pass of `max_packs` packs does not touch."""
-        assert self.max_packs is not None
+        assert self.settings.max_packs is not None
         epoch, index = position.epoch, position.epoch_start
-        while index < self.max_packs:
+        while index < self.settings.max_packs:
             index += max(1, self.count(epoch))
             epoch += 1
         return epoch
@@ -207,12 +157,12 @@ class PlannedPacks:
     def resume_position(self, state: dict, epochs: int | None) -> Position:
         """Return where a pass of `epochs` epochs and `max_packs` packs continues from a state."""
         position = Position(**state["position"])
-        if (state["epochs"], state["max_packs"]) == (epochs, self.max_packs):
+        if (state["epochs"], state["max_packs"]) == (epochs, self.settings.max_packs):
             return position
         # A position is after a round of the ranks; empty packs complete the last round of a pass.
         index = min(position.index, self._pass_end(position, state["max_packs"]))
-        if state["max_packs"] != self.max_packs:
-            check_packs_left(index, self.max_packs)
+        if state["max_packs"] != self.settings.max_packs:
+            check_packs_left(index, self.settings.max_packs)
         return replace(position, index=index, end_epoch=end_epoch_of(state, epochs))
 
     def _pass_end(self, position: Position, max_packs: int | None) -> int:
@@ -227,14 +177,24 @@ class PlannedPacks:
                 return end  # more packs follow, or `read` refuses the position
         return min(end, planned)
 
-    def read(self, position: Position, share: RankShard, base: int) -> Iterator[Pack]:
+    def fingerprint(self) -> str:
+        """Identify the data of all sources."""
+        return self.store.fingerprint()
+
+    def read(
+        self, position: Position, share: RankShard, base: int, cursors: Mapping | None = None
+    ) -> Iterator[Pack]:
         """Yield the share's packs from `position` on, through the epochs before its `end_epoch`.
 
-        base: the pack at which rounds of one pack per rank start, the same everywhere.
+        Args:
+            position: where to start.
+            share: the packs of this rank and worker.
+            base: the pack at which rounds of one pack per rank start, the same everywhere.
+            cursors: not needed; a stream continues from them.
         """
         next_index, planned = share.next(base, position.index), position.epoch_start
         epoch_starts = [(position.epoch, position.epoch_start)]
-        end = sys.maxsize if self.max_packs is None else self.max_packs
+        end = sys.maxsize if self.settings.max_packs is None else self.settings.max_packs
         for epoch in count(position.epoch):
             if epoch == position.end_epoch or planned >= end:
                 break
@@ -256,32 +216,34 @@ class PlannedPacks:
             epoch_starts = [start for start in epoch_starts if start[0] > epoch - share.world_size]
         while next_index < share.round_end(min(planned, end) - 1, base):
             cursor = _cursor_at(epoch_starts, share.round_start(next_index, base))
-            yield Pack.of([], self.planner["budget"], index=next_index, cursor=cursor)
+            yield Pack.of([], self.settings.budget, index=next_index, cursor=cursor)
             next_index += share.stride
 
     def _gather(self, plan: Plan, packs, indices, epoch_starts, share, base) -> Iterator[Pack]:
         """Gather some packs of a plan, several per call, and cut them into Packs."""
-        budget, multiple = self.planner["budget"], self.planner.get("pad_to_multiple_of", 1)
+        packer, budget = self.settings.packer, self.settings.budget
         per_call = max(1, GATHER_TOKENS // budget)
         current = {"epoch": epoch_starts[-1][0], "epoch_start": epoch_starts[-1][1]}
         firsts = range(0, len(packs), per_call)
         gather = partial(
             self.store.gather,
             plan,
-            pad_to_multiple_of=multiple,
-            pad_token_id=self.pad_token_id,
-            vocab_size=self.vocab_size,
+            pad_to_multiple_of=packer["pad_to_multiple_of"],
+            pad_token_id=packer["pad_token_id"],
+            vocab_size=self.settings.vocab_size,
         )
         calls = (partial(gather, packs[first : first + per_call]) for first in firsts)
         gathered = prefetch(calls) if self.store.is_remote else (call() for call in calls)
         for first, rows in zip(firsts, gathered, strict=True):
             tokens, labels, cu_seqlens, starts = *rows[:3], rows.starts
             has_labels = len(labels) > 0
-            if not self.continue_positions:
+            if not packer["continue_positions"]:
                 starts = np.zeros_like(starts)
             samples = self.store.numbers_in_source(rows.documents)
             sources = self.store.sources(rows.documents)
-            parent_counts = self.store.parent_label_counts(rows) if self._splits else None
+            parent_counts = None
+            if packer["overflow"] == "split":
+                parent_counts = self.store.parent_label_counts(rows)
             pack_ends, segment_ends = rows.pack_ends.tolist(), rows.segment_ends.tolist()
             batch_indices = indices[first : first + per_call].tolist()
             starts_earlier = share.round_start(batch_indices[0], base) < current["epoch_start"]
@@ -302,11 +264,6 @@ class PlannedPacks:
                     cursor,
                     parent_counts if parent_counts is None else parent_counts[c:d],
                 )
-
-
-def _to_documents(plan: Plan, documents: np.ndarray, first: int) -> Plan:
-    """Replace the items of a plan, positions in the order from `first`, by documents."""
-    return Plan(documents[plan.items - first], plan.starts, plan.lengths, plan.offsets)
 
 
 def _first(blocks: Iterator[np.ndarray], count: int | None) -> Iterator[np.ndarray]:

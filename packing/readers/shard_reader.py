@@ -20,17 +20,17 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
 from ..encoding.encoder import Encoder, encode_rows
 from ..encoding.report import SkippedRows
-from ..ordering.mixture import INTERVAL_END, Mixture, StoppingStrategy, Weight, has_schedule
+from ..ordering.mixture import INTERVAL_END, Mixture, has_schedule
 from ..pack import Pack
-from ..planning.overflow import kept_lengths, max_sample_length
 from ..planning.packer import Packer
+from ..planning.planner import kept_lengths, max_sample_length
 from ..sample import Sample
+from ..settings import PackSettings
 from ..sources.source import Row, RowError, RowSource
 from ..state.int_codec import ints_from_text, ints_to_text
 from ..state.run_state import is_non_negative_int
@@ -40,19 +40,14 @@ FEED_ROWS = 128
 """Rows that are encoded and packed together."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamSettings:
+@dataclass(kw_only=True)
+class StreamSettings(PackSettings):
     """The settings that all shards of a stream share."""
 
     sources: list[RowSource]
-    weights: list[Weight]
-    stopping_strategy: StoppingStrategy
     encoder: Encoder
-    packer: dict[str, Any]
-    shards: int
-    seed: int
-    shuffle_block: int
-    skip_errors: bool
+    shards: int  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Chosen by the user, or by the sources."""
 
 
 class ShardReader:
@@ -67,7 +62,7 @@ class ShardReader:
             settings.weights,
             settings.stopping_strategy,
             num_readers=settings.shards,
-            budget=settings.packer["budget"],
+            budget=settings.budget,
         )
         self.rows = [
             ShuffledRows(
@@ -257,7 +252,7 @@ class ShardReader:
     def _lengths(self, source: int) -> np.ndarray:
         """Return the lengths of the encoded samples, up to the first row in error."""
         queue, lengths = self._encoded[source], []
-        while self.settings.skip_errors and queue and isinstance(queue[0][1], RowError):
+        while self.settings.skips_errors and queue and isinstance(queue[0][1], RowError):
             error = queue.popleft()[1]
             assert isinstance(error, RowError)
             self.skipped.add(error)

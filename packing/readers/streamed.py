@@ -24,7 +24,8 @@ from ..encoding.report import NO_PACKS, SkippedRows, add_counts, build_report
 from ..ordering.mixture import has_schedule
 from ..ordering.rank_shard import Position, RankShard
 from ..pack import Pack
-from ..planning.overflow import Counts
+from ..planning.planner import Counts
+from ..state.fingerprint import Fingerprint
 from ..state.run_state import check_packs_left
 from .estimate import estimate_packs
 from .shard_reader import ShardReader, StreamSettings
@@ -33,8 +34,10 @@ from .shard_reader import ShardReader, StreamSettings
 class StreamedPacks:
     """The sequence of packs of a sharded stream, readable from any state by any share."""
 
-    def __init__(self, settings: StreamSettings, max_packs: int | None = None):
-        self.settings, self.max_packs = settings, max_packs
+    def __init__(self, settings: StreamSettings):
+        self.settings, self.max_packs = settings, settings.max_packs
+        self.sequential_only = any(source.sequential_only for source in settings.sources)
+        """Whether the rows of a source can only be read in their order."""
         self._shards: dict[int, ShardReader] = {}
 
     def read(
@@ -56,7 +59,7 @@ class StreamedPacks:
             if pack is None:
                 if alone and _all_ended(shards, share) and shard.shard not in unended:
                     return
-                pack = Pack.of([], self.settings.packer["budget"], cursor=shard.last_cursor())
+                pack = Pack.of([], self.settings.budget, cursor=shard.last_cursor())
             if share.stride == 1 and not len(pack.samples):
                 passed += [pack.cursor] if shard.shard in unended else []
             else:
@@ -116,6 +119,17 @@ class StreamedPacks:
         )
         return {shard: reader(shard).initial_cursor(cursor) for shard, cursor in cursors.items()}
 
+    def fingerprint(self) -> str:
+        """Identify the data of all sources."""
+        return Fingerprint(*(source.fingerprint() for source in self.settings.sources)).text()
+
+    def count(self, epoch: int = 0) -> int:
+        """Raise: the packs of a stream cannot be counted."""
+        raise ValueError(
+            "a stream's packs cannot be counted before it was read: encode it at once with "
+            "pretokenize=True (an evaluation set needs that), or use estimate()"
+        )
+
     def estimate(self) -> int | None:
         """Estimate the packs of an epoch; None if the size of a source is unknown."""
         return estimate_packs(self.settings)
@@ -138,7 +152,7 @@ class StreamedPacks:
         no_tokens = np.zeros(len(self.settings.sources), int)
         tokens = sum((np.array(cursor["packed_tokens"]) for cursor in cursors.values()), no_tokens)
         counts = add_counts(Counts(*cursor["counts"]) for cursor in cursors.values())
-        return build_report(counts, tokens.tolist(), skipped, self.settings.packer["budget"])
+        return build_report(counts, tokens.tolist(), skipped, self.settings.budget)
 
     def _check_share(self, position: Position, share: RankShard) -> None:
         shards = self.settings.shards

@@ -1,7 +1,8 @@
 """Where documents come from: files, folders, datasets, lists and streams."""
 
+from .null_fields import drop_null_fields
 from .open_source import open_source
-from .source import Row, RowError, RowSource, drop_null_fields
+from .source import Row, RowError, RowSource
 from .token_store import TokenArray, TokenStore
 
 __all__ = [

@@ -26,8 +26,10 @@ from ..state.fingerprint import Fingerprint
 from ..state.run_state import is_non_negative_int
 from ..token_ids import LOSS_MASKS, check_masks
 from .in_memory import row_or_error
+from .indexed_source import IndexedSource
+from .null_fields import drop_null_fields
 from .paths import resolve_inside
-from .source import IndexedSource, Row, RowSource, cursor_error, drop_null_fields
+from .source import Row, RowSource, cursor_error
 from .token_store import TokenArray
 
 TOKEN_COLUMNS = ("input_ids", "labels", *sorted(LOSS_MASKS), *sorted(BOUNDARY_COLUMNS))

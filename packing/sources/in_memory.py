@@ -14,8 +14,9 @@ from itertools import chain, islice
 from typing import Any
 
 from ..state.fingerprint import Fingerprint
+from .indexed_source import IndexedSource
 from .remote import read_together
-from .source import IndexedSource, Row, RowSource
+from .source import Row, RowSource
 from .token_store import TokenArray, TokenStore
 
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from ..state.content_key import files_key
-from .decompress import CODECS, decompressed_size, open_compressed
+from .decompress import compressed_lines, decompressed_bytes, is_compressed
 from .paths import DataFile, display_name, files_fingerprint
-from .remote import RemoteFile, RemoteReadError
-from .source import SMALL_BYTES, Row, RowSource
+from .remote import RemoteFile
+from .source import Row, RowSource
 
 LINE_LIMIT = 64 << 20
 DEPTH_LIMIT = 64
@@ -29,14 +29,14 @@ class JsonlSource(RowSource):
     def __init__(self, paths: list[DataFile]):
         self.paths, self.name = paths, display_name(paths)
         self.sizes = [path.stat().st_size for path in paths]
-        self.num_bytes = _decompressed_bytes(paths, self.sizes)
-        self.sequential_only = any(map(_is_compressed, paths))
+        self.num_bytes = decompressed_bytes(paths, self.sizes)
+        self.sequential_only = any(map(is_compressed, paths))
 
     def read(self, shard, shards, cursor=None, shuffle_key=None):
         first_file, offset = cursor or (0, None)
         for file, path in enumerate(self.paths[first_file:], first_file):
-            if _is_compressed(path):
-                lines = _compressed_lines(path, shard, shards, offset)
+            if is_compressed(path):
+                lines = compressed_lines(path, shard, shards, offset, _bounded_line)
             else:
                 lines = _plain_lines(path, self.sizes[file], shard, shards, offset)
             for line, location, next_offset in lines:
@@ -48,23 +48,6 @@ class JsonlSource(RowSource):
 
     def cache_key(self):
         return files_key("jsonl", self.paths, self.sizes)
-
-
-def _decompressed_bytes(paths: list[DataFile], sizes: list[int]) -> int:
-    """Return the size of the lines; compressed files are measured as long as all may be small."""
-    pairs = list(zip(paths, sizes, strict=True))
-    guess = sum(5 * size if _is_compressed(path) else size for path, size in pairs)
-    if guess > SMALL_BYTES:
-        return guess
-    total = sum(size for path, size in pairs if not _is_compressed(path))
-    for path in filter(_is_compressed, paths):
-        if total <= SMALL_BYTES:
-            total += decompressed_size(path, SMALL_BYTES - total)
-    return total
-
-
-def _is_compressed(path: DataFile) -> bool:
-    return path.suffix in CODECS
 
 
 def _plain_lines(
@@ -97,34 +80,6 @@ def _line_start(file: BinaryIO, begin: int) -> int:
         if piece.endswith(b"\n"):
             break
     return file.tell()
-
-
-def _compressed_lines(
-    path: DataFile, shard: int, shards: int, next_line: int | None
-) -> Iterator[tuple[bytes | ValueError, object, int]]:
-    """Decompress and yield every S-th line."""
-    next_line, number, name = shard if next_line is None else next_line, 0, path.name
-    if not path.stat().st_size:  # compressed data of no lines still has a header
-        if next_line == shard == 0:
-            yield ValueError("the compressed file has no bytes: it is truncated"), name, 1 << 62
-        return
-    with open_compressed(path) as file:
-        while True:
-            try:
-                line, length = _bounded_line(file)
-            except RemoteReadError:
-                raise
-            except OSError as error:
-                truncated = ValueError(f"the compressed data is truncated or corrupted: {error}")
-                yield truncated, f"{name}, line {number + 1}", 1 << 62
-                return
-            if not length:
-                return
-            if number == next_line:
-                next_line += shards
-                if not isinstance(line, bytes) or line.strip():
-                    yield line, f"{name}, line {number + 1}", next_line
-            number += 1
 
 
 def _bounded_line(file: Any) -> tuple[bytes | ValueError, int]:

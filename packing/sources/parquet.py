@@ -9,9 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..state.content_key import files_key
+from .null_fields import drop_null_fields
 from .paths import DataFile, display_name, files_fingerprint
 from .remote import RemoteFile, RemoteReadError
-from .source import SMALL_BYTES, Row, RowSource, drop_null_fields
+from .source import SMALL_BYTES, Row, RowSource
 
 WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 12}
 """Bytes of a decoded value; others have at least one."""

@@ -2,8 +2,8 @@
 
 A source yields the rows of one shard of `shards` in a fixed order, each with a cursor: a few
 integers from which reading continues after that row. Rows that cannot be read are yielded as a
-ValueError in their position. A source with random access can shuffle all its rows; a source that
-can only be streamed leaves shuffling to the blocks of its reader.
+ValueError in their position. A source with random access (`IndexedSource`) can shuffle all its
+rows; a source that can only be streamed leaves shuffling to the blocks of its reader.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..ordering.permutation import permute
 from ..state.run_state import is_non_negative_int
 
 SMALL_BYTES = 64 << 20
@@ -46,31 +45,6 @@ class RowError(ValueError):
         return f'{self.location}: {self.reason} (pass on_error="skip" to skip and count such rows)'
 
 
-CHAT_COLUMNS = ("messages", "prompt", "completion", "tools")
-
-
-def drop_null_fields(row: dict) -> dict:
-    """Remove the null fields that Arrow adds to chats: all entries of a column have the same ones.
-
-    A template that asks whether a message has tool calls would see them in every message.
-
-    >>> drop_null_fields({"messages": [{"role": "user", "content": "hi", "tool_calls": None}]})
-    {'messages': [{'role': 'user', 'content': 'hi'}]}
-    """
-    chats = [name for name in CHAT_COLUMNS if isinstance(row.get(name), list)]
-    return {**row, **{name: _without_nulls(row[name]) for name in chats}} if chats else row
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_nulls(entry) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    # Templates read `content` of a turn with tool calls, where chats have a null of their own.
-    kept = (item for item in value.items() if item[1] is not None or item[0] == "content")
-    return {name: _without_nulls(entry) for name, entry in kept}
-
-
 class RowSource(ABC):
     """Rows of text, messages, prompts or token ids whose lengths are not known yet."""
 
@@ -78,9 +52,9 @@ class RowSource(ABC):
     default_shards: int | None = 8
     """Number of shards unless the user chooses one."""
     num_bytes: int | None = None
-    """Size of what comes out of it, decompressed, if known; an estimate beyond SMALL_BYTES."""
+    """Decompressed size of the data, if known; beyond SMALL_BYTES, an estimate."""
     num_rows_is_exact = False
-    """Whether `num_rows` is no estimate."""
+    """Whether `num_rows` is exact, not an estimate."""
 
     @abstractmethod
     def read(
@@ -88,7 +62,7 @@ class RowSource(ABC):
     ) -> Iterator[Row]:
         """Yield the rows of one shard from a cursor on.
 
-        shuffle_key: the key of the lap, for sources that can read their rows in any order.
+        shuffle_key: the key of this read, for sources that can read their rows in any order.
         """
 
     def first(self) -> Row | None:
@@ -96,11 +70,11 @@ class RowSource(ABC):
         return next(self.read(0, 1), None)
 
     def num_rows(self) -> int | None:
-        """Count the rows, about, without reading them; None if that cannot be known."""
+        """Return the approximate number of rows without reading them; None if it is unknown."""
         return None
 
     def row_bytes(self, row: Any) -> int:
-        """Return the share of a row in `num_bytes`, about: a line of text or of unescaped JSON."""
+        """Return the approximate share of a row in `num_bytes`: its size as text or JSON."""
         return len(str(row).encode(errors="replace")) + 1
 
     @abstractmethod
@@ -114,7 +88,8 @@ class RowSource(ABC):
     shuffles_rows = False
     """Whether `read` shuffles by its `shuffle_key`."""
     sequential_only = False
-    """Whether a position is reached only by reading all rows before it: a state names the first."""
+    """Whether a position is reached only by reading all rows before it: a state identifies such a
+    source by its first row."""
 
     def check_cursor(self, cursor: Any) -> None:
         """Raise if this source did not make the cursor, before anything is opened with it."""
@@ -126,29 +101,3 @@ class RowSource(ABC):
 def cursor_error(name: str, cursor: Any) -> ValueError:
     """Build the error for a cursor that is not a position in the source."""
     return ValueError(f"{name}: the cursor {str(cursor)[:60]!r} is not a position in it")
-
-
-class IndexedSource(RowSource):
-    """Rows with random access: any order, any shard, any position at no cost."""
-
-    shuffles_rows = num_rows_is_exact = True
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    def num_rows(self) -> int:
-        return len(self)
-
-    @abstractmethod
-    def rows(self, numbers: np.ndarray) -> list[Any]:
-        """Return the rows of these numbers."""
-
-    def read(self, shard, shards, cursor=None, shuffle_key=None):
-        n, batch = len(self), 256
-        for begin in range(cursor[0] if cursor else shard, n, shards * batch):
-            positions = np.arange(begin, min(n, begin + shards * batch), shards)
-            numbers = positions if shuffle_key is None else permute(positions, n, shuffle_key)
-            rows = self.rows(numbers)
-            batches = zip(positions.tolist(), numbers.tolist(), rows, strict=True)
-            for position, number, row in batches:
-                yield Row(row, f"{self.name}, row {number}", [position + shards])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from ..state.content_key import files_key
+from .indexed_source import IndexedSource
 from .paths import DataFile, display_name, files_fingerprint
 from .remote import RemoteFile, RemoteReadError, read_together
-from .source import IndexedSource
 
 FILE_LIMIT = 1 << 30
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..numba_jit import jit
-from ..planning.plan import Plan
+from ..planning.planner import Plan
 from ..sample import IGNORE_INDEX, Sample, check_labels
 from ..state.fingerprint import Fingerprint
 from ..token_ids import MAX_TOKEN_ID
@@ -40,7 +40,7 @@ class TokenArray:
     """As long as `flat`; None: every token of a document but its first is a label."""
     source: int = 0
     file: MappedFile | None = None
-    """The file that `flat` maps, if it is one."""
+    """The file that `flat` maps, if any."""
 
     @property
     def is_remote(self) -> bool:
@@ -64,23 +64,6 @@ class TokenArray:
         if self.file is not None:
             self.file.check(self.flat.nbytes)
 
-    def valid_mask(self, vocab_size: int | None = None) -> np.ndarray:
-        """bool [n]: which documents have tokens, and only ids from 0 to below the vocab size."""
-        self.check_file()
-        limit = MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size
-        begins = np.asarray(self.begins)
-        ends = begins + self.lengths
-        valid = self.lengths > 0
-        if isinstance(self.flat, RemoteTokens):
-            for some, flat, first in self.flat.documents(begins, ends):
-                bounds = begins[some] - first, ends[some] - first
-                valid[some] &= documents_in_range(flat, *bounds, limit, False)
-        elif len(self.flat):
-            valid &= documents_in_range(self.flat, begins, ends, limit, False)
-        if self.labels is not None and len(self.labels):
-            valid &= documents_in_range(self.labels, begins, ends, limit, True)
-        return valid
-
     def extent(self) -> tuple[int, int]:
         """Return the first token of any document, and the end of the last."""
         first, end = len(self.flat), 0
@@ -90,32 +73,12 @@ class TokenArray:
             end = max(end, int((begins + self.lengths[some]).max()))
         return first, end
 
-    def unshifted_mask(self) -> np.ndarray:
-        """bool [n]: which documents have labels that are their own tokens."""
-        if self.labels is None:
-            return np.ones(len(self.lengths), bool)
-        begins = np.asarray(self.begins)
-        return documents_unshifted(self.flat, self.labels, begins, begins + self.lengths)
-
     def fingerprint(self) -> str:
         """Identify the documents by their lengths and content."""
         self.check_file()
         fingerprint = Fingerprint(len(self.lengths), self.labels is not None)
         fingerprint.array(self.lengths, np.dtype(np.int64))
         return fingerprint.array(self.flat).array(self.labels).text()
-
-
-@jit
-def documents_in_range(flat, begins, ends, limit, are_labels):
-    """Return for each document whether its ids are in 0 .. limit - 1; labels may be ignored."""
-    in_range = np.empty(len(begins), np.bool_)
-    for d in range(len(begins)):
-        smallest = largest = np.int64(0)
-        for token in flat[begins[d] : ends[d]]:
-            value = np.int64(0) if are_labels and token == IGNORE_INDEX else np.int64(token)
-            smallest, largest = min(smallest, value), max(largest, value)
-        in_range[d] = smallest >= 0 and largest < limit
-    return in_range
 
 
 @jit

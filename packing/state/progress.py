@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..ordering.rank_shard import Position, RankShard
 from ..pack import Pack
@@ -56,6 +56,20 @@ class Progress:
         index, epoch, epoch_start = self.last
         round_end = share.round_end(index, self.position.index)
         return Position(epoch, epoch_start, round_end, self.position.end_epoch)
+
+    def worker_state(self, worker: int, num_workers: int) -> dict:
+        """Return where a DataLoader worker is, for the state that it saves itself."""
+        start = self.position
+        _, epoch, epoch_start = self.last or (0, start.epoch, start.epoch_start)
+        fields = {"id": worker, "num_workers": num_workers, "num_packs": self.num_packs}
+        return {**fields, "epoch": epoch, "epoch_start": epoch_start}
+
+    def continue_worker(self, worker: dict, share: RankShard) -> Position:
+        """Count the packs of a `worker_state` as done, and return the position after them."""
+        self.num_packs = worker["num_packs"]
+        index = share.first(self.position.index) + self.num_packs * share.stride
+        epoch, epoch_start = worker["epoch"], worker["epoch_start"]
+        return replace(self.position, epoch=epoch, epoch_start=epoch_start, index=index)
 
     def shard_cursors(self, rank: int = 0, world_size: int = 1) -> dict[str, dict]:
         """Return this rank's cursors with JSON keys; cursors of other ranks' shards are outdated.

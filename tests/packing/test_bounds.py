@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from nopad.packing import PackedDataset, Packer, Sample
 from nopad.packing.ordering import Position, RankShard
-from nopad.packing.readers import PlannedPacks
-from nopad.packing.sources import TokenArray, TokenStore
+from nopad.packing.sources import TokenArray
 
 
 def test_one_document_of_ten_million_tokens_takes_at_most_four_times_its_bytes():
@@ -38,8 +37,7 @@ def test_millions_of_planned_documents_do_not_grow_the_process(count):
     lengths[::7] = 11
     flat = np.zeros(64, np.uint16)
     array = TokenArray("flat", flat, np.zeros(count, np.int64), lengths)
-    planner = {"budget": 8192, "pool": 1024, "strategy": "best_fit", "overflow": "split"}
-    packs = PlannedPacks(TokenStore([array]), planner).read(Position(end_epoch=1), RankShard(), 0)
+    packs = PackedDataset(array, budget=8192).reader.read(Position(end_epoch=1), RankShard(), 0)
     after, seen = None, 0
     for number, pack in enumerate(packs):
         seen += len(pack.samples)

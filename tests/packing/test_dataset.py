@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 from nopad.packing import PackedDataset, Sample
+from nopad.packing.readers import estimate_report
 from nopad.packing.sources import TokenArray, TokenStore
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -39,7 +40,7 @@ def test_the_packs_of_an_epoch_are_counted_without_reading_tokens(make):
 def test_the_packs_of_an_epoch_are_estimated_from_its_first_documents(overflow):
     rows = [[1] * n for n in [50, 500] * 400]
     data = PackedDataset(rows, budget=100, overflow=overflow)
-    estimated = data.reader.estimate_report(max_documents=100)["epoch_packs"]
+    estimated = estimate_report(data.reader, max_documents=100)["epoch_packs"]
     assert abs(estimated - data.count()) <= 0.05 * data.count()
 
 

@@ -25,7 +25,7 @@ def reader_of(lengths, budget: int, **settings):
 
 
 def epoch_packs(reader, seed: int, epoch: int) -> list[np.ndarray]:
-    reader.seed = seed
+    reader.settings.seed = seed
     return [pack for plan in reader.plans(epoch) for pack in plan]
 
 

@@ -18,7 +18,7 @@ from nopad.packing.planning import packer
 from nopad.packing.readers import planned, shard_reader, shuffled_rows, streamed
 from nopad.packing.sources import hf_datasets, paths, token_store
 from nopad.packing.sources import jsonl as jsonl_module
-from nopad.packing.sources.source import IndexedSource
+from nopad.packing.sources.indexed_source import IndexedSource
 from nopad.packing.state import progress, run_state, state_file
 
 BUDGET = 64

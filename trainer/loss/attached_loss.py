@@ -28,9 +28,7 @@ from .auxiliary_loss import AuxiliaryLoss, sum_weights
 from .cross_entropy import linear_cross_entropy
 from .head_bypass import HeadBypass, NoLogits, bypass_of, has_plain_head, split_scale
 from .row_shards import RowShards, check_shardable
-
-STATISTICS_CHUNK = 1024
-"""Tokens whose logits exist at a time while predictions are measured."""
+from .token_statistics import token_statistics
 
 
 class AttachedLoss:
@@ -54,15 +52,15 @@ class AttachedLoss:
         self.aux_loss: Tensor | None = None
         """What the last batch adds to the auxiliary loss of its step, detached; None: nothing.
 
-        As with the loss, a step's is the mean over its batches and ranks, or their sum where the
-        trainer does not divide by the accumulation steps.
+        The auxiliary loss of a step is the mean over its batches and ranks; if the trainer does not
+        divide by the accumulation steps, it is their sum.
         """
         self.mask_documents = False
         """Whether to pass the boundaries to stock masks, for models that drop positions."""
         self.measures_tokens = False
-        """Whether the next batches are measured: another product with the head for each."""
+        """Whether the next batches are measured, which costs another product with the head."""
         self.token_statistics: Tensor | None = None
-        """Of the last batch, if it was measured: see `token_statistics`."""
+        """Statistics of the last batch, if it was measured: see `token_statistics`."""
         self._targets: tuple[Tensor, Any, Tensor | None] | None = None
         """Shifted labels, divisor and token weights of the current forward."""
         self._label_count: HostCopy | None = None
@@ -161,7 +159,8 @@ class AttachedLoss:
             with self._document_mask(kwargs, targets):
                 outputs = self._outputs(bypass, targets, args, kwargs)
                 if shards is not None:
-                    outputs = self._join(shards, outputs, shape)
+                    outputs, losses = shards.join_outputs(outputs, self.token_losses, shape)
+                    self.token_losses = losses
         finally:
             self._targets = self._label_count = None
             self._auxiliary.end()
@@ -186,17 +185,6 @@ class AttachedLoss:
         if bypass is not None:
             del fields["logits"]  # they were hidden states
         self.aux_loss = self._auxiliary.scale(fields)
-        return type(outputs)(**fields)
-
-    def _join(self, shards: RowShards, outputs: Any, shape: torch.Size) -> Any:
-        """Return the loss of the whole row and, outside of training, its logits."""
-        assert self.token_losses is not None
-        losses = shards.join(self.token_losses.roll(-1, -1), shape)
-        self.token_losses = losses.roll(1, -1)
-        fields = {**outputs, "loss": shards.mean(outputs.loss)}
-        logits = fields.pop("logits", None)
-        if logits is not None and not torch.is_grad_enabled():
-            fields["logits"] = shards.join(logits, shape)
         return type(outputs)(**fields)
 
     def _document_mask(self, kwargs: dict, row: Any) -> AbstractContextManager:
@@ -338,7 +326,7 @@ def _loss_forward(stock: Callable, is_unprepared: bool = False) -> Callable:
         if labels is None and shift_labels is None:
             inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("position_ids"))
             row = next((tensor for tensor in inputs if tensor is not None), None)
-            with loss._document_mask(kwargs, row):  # a loss of one's own may be made of the logits
+            with loss._document_mask(kwargs, row):  # the caller may compute a loss from the logits
                 return loss._forward(*args, **kwargs)
         _refuse_rounded(num_items_in_batch=num_items_in_batch, loss_weights=loss_weights)
         targets: Any = shift_labels if labels is None else _shift(labels, IGNORE_INDEX)
@@ -408,27 +396,6 @@ def count_labels(targets: Tensor) -> HostCopy | None:
     if targets.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     return HostCopy((targets != IGNORE_INDEX).sum())
-
-
-@torch.no_grad()
-def token_statistics(
-    hidden: Tensor, targets: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
-) -> Tensor:
-    """Return three sums over the labels: right predictions, entropies, labels.
-
-    hidden: of each token [N, width]; without a weight, its logits.
-    targets: shifted labels [N].
-    """
-    is_label, size = targets != IGNORE_INDEX, STATISTICS_CHUNK
-    hidden, targets = hidden[is_label], targets[is_label]
-    sums = torch.zeros(3, device=targets.device)
-    for rows, labels in zip(hidden.split(size), targets.split(size), strict=True):
-        logits = rows if weight is None else nn.functional.linear(rows, weight, bias)
-        log_probs = logits.float().log_softmax(-1)
-        right = (logits.argmax(-1) == labels).sum()
-        entropy = -(log_probs.exp() * log_probs).sum()
-        sums += torch.stack([right.float(), entropy, labels.new_tensor(len(labels)).float()])
-    return sums
 
 
 @contextmanager

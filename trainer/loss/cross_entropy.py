@@ -111,54 +111,36 @@ def _losses(
     master: the weight as it is stored; `weight` is it in the dtype of the products.
     """
     rows = _label_rows(targets, num_labels)
-    options = smoothing, z_loss, wants_hidden, wants_weight, wants_bias
     logits_buffer = hidden.new_empty(_max_chunk_rows(hidden, weight), len(weight))
-    selected, labels, weights = (
+    inputs, labels, weights = (
         x if rows is None else x[rows] for x in (hidden, targets, token_weights)
     )
-    losses, d_hidden, d_weight, d_bias = _chunked_losses(
-        logits_buffer, selected, weight, bias, labels, weights, *options
-    )
+    losses = torch.empty(len(inputs), dtype=_wide(hidden.dtype), device=hidden.device)
+    d_hidden = torch.empty_like(inputs if wants_hidden else inputs[:0])
+    d_weight = _wide_like(weight if wants_weight else weight[:0])
+    d_bias = _wide_like(weight[: len(weight) * wants_bias, 0]).zero_()
+    kernel = _kernel(hidden.device.type)
+    for chunk in _chunks(len(inputs), len(logits_buffer)):
+        logits = logits_buffer[: chunk.stop - chunk.start]
+        if bias is None:
+            torch.mm(inputs[chunk], weight.T, out=logits)
+        else:
+            torch.addmm(bias, inputs[chunk], weight.T, out=logits)
+        # Overwrites the logits with their gradient.
+        losses[chunk] = kernel(logits, labels[chunk], weights[chunk], smoothing, z_loss)
+        if wants_hidden:
+            torch.mm(logits, weight, out=d_hidden[chunk])
+        if wants_weight:
+            _add_matmul(d_weight, logits.T, inputs[chunk], first=chunk.start == 0)
+        if wants_bias:
+            d_bias.add_(logits.sum(0, dtype=d_bias.dtype))
+    if not len(inputs):
+        d_weight.zero_()
     total = (losses * weights).sum()
     if rows is not None:
         losses = _scatter_rows(losses, rows, len(hidden))
         d_hidden = _scatter_rows(d_hidden, rows, len(hidden)) if wants_hidden else d_hidden
     return total, losses, d_hidden, d_weight, d_bias
-
-
-def _chunked_losses(
-    logits_buffer: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    token_weights: Tensor,
-    smoothing: float,
-    z_loss: float,
-    wants_hidden: bool,
-    wants_weight: bool,
-    wants_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return token losses and the gradients; the buffer holds the logits of one chunk."""
-    losses = torch.empty(len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
-    d_hidden = torch.empty_like(hidden if wants_hidden else hidden[:0])
-    d_weight = _wide_like(weight if wants_weight else weight[:0])
-    d_bias = _wide_like(weight[: len(weight) * wants_bias, 0]).zero_()
-    kernel = _kernel(hidden.device.type)
-    for rows in _chunks(len(hidden), len(logits_buffer)):
-        logits = logits_buffer[: rows.stop - rows.start]
-        if bias is None:
-            torch.mm(hidden[rows], weight.T, out=logits)
-        else:
-            torch.addmm(bias, hidden[rows], weight.T, out=logits)
-        losses[rows] = kernel(logits, targets[rows], token_weights[rows], smoothing, z_loss)
-        if wants_hidden:
-            torch.mm(logits, weight, out=d_hidden[rows])
-        if wants_weight:
-            _add_matmul(d_weight, logits.T, hidden[rows], first=rows.start == 0)
-        if wants_bias:
-            d_bias.add_(logits.sum(0, dtype=d_bias.dtype))
-    return losses, d_hidden, d_weight if len(hidden) else d_weight.zero_(), d_bias
 
 
 @_losses.register_fake

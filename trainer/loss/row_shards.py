@@ -57,6 +57,16 @@ class RowShards:
         row = torch.cat(parts, 1)[0, : shape.numel()]
         return row.view(*shape, *part.shape[2:])
 
+    def join_outputs(self, outputs: Any, losses: Any, shape: torch.Size) -> tuple[Any, Tensor]:
+        """Return the outputs and token losses of the whole row; logits only outside of training."""
+        fields = {**outputs, "loss": self.mean(outputs.loss)}
+        logits = fields.pop("logits", None)
+        if logits is not None and not torch.is_grad_enabled():
+            fields["logits"] = self.join(logits, shape)
+        # Losses are at the position of their label, and were cut at that of its prediction.
+        losses = self.join(losses.roll(-1, -1), shape).roll(1, -1)
+        return type(outputs)(**fields), losses
+
     def join_rows(self, part: Tensor, count: int) -> Tensor:
         """Return the first `count` rows of a tensor [T / ranks, N] of all ranks, with gradients."""
         return _JoinedRows.apply(part, self.group, self.ranks, self.rank)[:count]

@@ -25,7 +25,7 @@ from ...attention.hf import (
     zero_weights_filled,
 )
 from ...packing import IGNORE_INDEX, PackedDataset
-from ...packing.readers import PlannedPacks
+from ...packing.readers import PlannedPacks, estimate_report
 from ...runtime import Layout, gather_objects, rank, sum_over_ranks
 from ..data.loader import PackedLoader
 from ..data.model_limits import ModelLimits, length_limit, shorter_samples_advice
@@ -236,7 +236,7 @@ def _describe_plan(data: PackedDataset) -> list[str]:
 def _plan_report(data: PackedDataset) -> tuple[dict, int]:
     """Return the report of an epoch, or of its first samples, and how many these are."""
     assert isinstance(data.reader, PlannedPacks)
-    estimated = data.reader.estimate_report(MAX_PLANNED)
+    estimated = estimate_report(data.reader, MAX_PLANNED)
     return (data.report(), 0) if estimated is None else (estimated, MAX_PLANNED)
 
 

@@ -21,8 +21,9 @@ WEIGHTS = [
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 def test_the_tokens_of_each_source_are_those_that_an_epoch_draws(weights, stopping_strategy):
     bounds = [0, *np.cumsum(COUNTS).tolist()]
-    order = MixedOrder(bounds, LENGTHS.__getitem__, seed=0, shuffle=True)
-    documents = np.concatenate(list(order.epoch(0, Mixture(weights, stopping_strategy))))
+    mixture = Mixture(weights, stopping_strategy)
+    order = MixedOrder(bounds, LENGTHS.__getitem__, mixture, seed=0, shuffle=True)
+    documents = np.concatenate(list(order.read(0)))
     sources = np.searchsorted(bounds, documents, side="right") - 1
     drawn = np.bincount(sources, LENGTHS[documents], len(COUNTS))
     tokens = np.add.reduceat(LENGTHS, bounds[:-1])

@@ -429,8 +429,9 @@ def test_the_time_of_an_epoch_does_not_grow_with_the_square_of_its_draws(monkeyp
     counted = []
     count = lambda items: counted.append(1) or len(items)  # noqa: E731
     monkeypatch.setattr("nopad.packing.ordering.mixture.len", count, raising=False)
-    order = MixedOrder([0, 2, 1002], np.full(1002, 10).__getitem__, seed=0, shuffle=True)
-    assert sum(map(len, order.epoch(0, Mixture([1, 1], "all_exhausted")))) == 2001
+    mixture, lengths = Mixture([1, 1], "all_exhausted"), np.full(1002, 10)
+    order = MixedOrder([0, 2, 1002], lengths.__getitem__, mixture, seed=0, shuffle=True)
+    assert sum(map(len, order.read(0))) == 2001
     assert len(counted) < 20_000  # about 500 draws
 
 

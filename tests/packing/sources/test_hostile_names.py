@@ -9,7 +9,7 @@ from char_tokenizer import tokenize_chars
 from nopad.packing import PackedDataset, pipeline
 from nopad.packing.readers import shard_reader
 from nopad.packing.readers.shard_reader import compress_state, decompress_state
-from nopad.packing.sources import jsonl, parquet
+from nopad.packing.sources import decompress, jsonl, parquet
 from nopad.packing.sources.jsonl import JsonlSource
 from nopad.packing.sources.paths import list_files, resolve_inside
 
@@ -127,7 +127,7 @@ def test_a_row_group_over_the_limit_is_refused_naming_it(tmp_path, monkeypatch):
 def test_a_source_is_small_by_what_comes_out_of_it(tmp_path, monkeypatch, form):
     """What is small is encoded at once: a bomb would fill the memory."""
     limit = 1 << 20
-    for module in (jsonl, parquet, pipeline):
+    for module in (decompress, parquet, pipeline):
         monkeypatch.setattr(module, "SMALL_BYTES", limit)
     sizes, kinds = {}, {}
     for name, count in (("small", 10), ("bomb", 3000)):

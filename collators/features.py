@@ -1,0 +1,52 @@
+"""Feature dicts, as a trainer hands them to its collator, to samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..packing import Pack, Sample, check_masks, make_sample, row_inner_starts
+
+
+def as_samples(rows: Iterable[Sample | Mapping[str, Any]]) -> list[Sample]:
+    """Convert a trainer's feature dicts to samples, with the same checks as packing.
+
+    A row that is packed already is cut into its documents.
+
+    >>> row = {"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [3, 2]}
+    >>> [sample.tokens.tolist() for sample in as_samples([row])]
+    [[5, 6, 7], [8, 9]]
+    """
+    return [sample for row in rows for sample in _documents(row)]
+
+
+def _documents(row: Any) -> list[Sample]:
+    if isinstance(row, Sample):
+        return [row]
+    if isinstance(row, Pack):
+        raise ValueError("a Pack is not a sample: PackedCollator takes packs, if all are packs")
+    if not isinstance(row, Mapping):
+        raise ValueError(f"a row must be a dict with `input_ids`, got {type(row).__name__}")
+    if "input_ids" not in row:
+        raise ValueError(f"a row needs `input_ids`, got the keys {sorted(row)}")
+    check_masks(row)
+    _check_labels(row)
+    sample = make_sample(row["input_ids"], row.get("labels"))
+    starts = row_inner_starts(row, len(sample))
+    if not len(starts):
+        return [sample]
+    pairs = zip(np.split(sample.tokens, starts), np.split(sample.labels, starts), strict=True)
+    return [Sample(tokens, labels) for tokens, labels in pairs]
+
+
+def _check_labels(row: Mapping[str, Any]) -> None:
+    """Refuse the label of a classifier: a pack has labels of tokens, so it would be dropped."""
+    for name in ("label", "label_ids"):
+        if row.get(name) is not None:
+            raise ValueError(
+                f"a row has `{name}`, the label of a document, but packs have `labels`, one for "
+                "each token: remove the column; to train a classifier, collate with Transformers' "
+                "DataCollatorWithPadding"
+            )

@@ -1,0 +1,76 @@
+"""Ready tokens with on_error="skip": documents that cannot be used are dropped and counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ..numba_jit import jit
+from ..sample import IGNORE_INDEX
+from ..sources.remote import RemoteTokens
+from ..sources.source import RowError
+from ..sources.token_store import TokenArray, documents_unshifted
+from ..token_ids import MAX_TOKEN_ID
+from .report import SkippedRows
+
+
+def drop_bad_documents(
+    arrays: list[TokenArray], skipped: SkippedRows, vocab_size: int | None = None
+) -> list[TokenArray]:
+    """Remove and count documents that are empty, or have invalid ids or shifted labels."""
+    first, filtered = 0, []
+    for array in arrays:
+        in_range, unshifted = _in_range(array, vocab_size), _unshifted(array)
+        valid = in_range & unshifted
+        for number in np.flatnonzero(~valid).tolist():
+            reason = "a label is not its own token"
+            if not in_range[number]:
+                reason = "an id is outside the vocabulary"
+            if array.lengths[number] == 0:
+                reason = "it is empty or has nulls"
+            skipped.add(RowError(f"{array.name}, document {first + number}", reason))
+        first += len(valid)
+        if not valid.all():
+            array = replace(array, begins=array.begins[valid], lengths=array.lengths[valid])
+        filtered.append(array)
+    return filtered
+
+
+def _in_range(array: TokenArray, vocab_size: int | None) -> np.ndarray:
+    """bool [n]: which documents have tokens, and only ids from 0 to below the vocab size."""
+    array.check_file()
+    limit = MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size
+    begins = np.asarray(array.begins)
+    ends = begins + array.lengths
+    valid = array.lengths > 0
+    if isinstance(array.flat, RemoteTokens):
+        for some, flat, first in array.flat.documents(begins, ends):
+            bounds = begins[some] - first, ends[some] - first
+            valid[some] &= documents_in_range(flat, *bounds, limit, False)
+    elif len(array.flat):
+        valid &= documents_in_range(array.flat, begins, ends, limit, False)
+    if array.labels is not None and len(array.labels):
+        valid &= documents_in_range(array.labels, begins, ends, limit, True)
+    return valid
+
+
+def _unshifted(array: TokenArray) -> np.ndarray:
+    """bool [n]: which documents have labels that are their own tokens."""
+    if array.labels is None:
+        return np.ones(len(array.lengths), bool)
+    begins = np.asarray(array.begins)
+    return documents_unshifted(array.flat, array.labels, begins, begins + array.lengths)
+
+
+@jit
+def documents_in_range(flat, begins, ends, limit, are_labels):
+    """Return for each document whether its ids are in 0 .. limit - 1; labels may be ignored."""
+    in_range = np.empty(len(begins), np.bool_)
+    for d in range(len(begins)):
+        smallest = largest = np.int64(0)
+        for token in flat[begins[d] : ends[d]]:
+            value = np.int64(0) if are_labels and token == IGNORE_INDEX else np.int64(token)
+            smallest, largest = min(smallest, value), max(largest, value)
+        in_range[d] = smallest >= 0 and largest < limit
+    return in_range
