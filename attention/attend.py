@@ -7,23 +7,17 @@ attend ─▶ select a backend ─┬─ no pages ─▶ packed: keys are the st
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import custom_ops
-from .backends.call_spec import CallSpec, ScoreParams
+from .backends.call_spec import ScoreParams, call_spec
 from .backends.kv_write import write
 from .backends.selection import BACKEND_MODULES, select_backend
 from .head_exchange import attend_whole_row
 from .varlen import Varlen
-
-_LARGE_TOKENS = 8192
-_MAX_PADDING = 64
-"""Maximum padded tokens per real token for cuDNN, with all sequences padded to the longest allowed:
-its backward allocates a float per head and padded position, a gigabyte a layer for many empty
-sequences."""
-
 
 def attend(
     q: Tensor,
@@ -65,10 +59,9 @@ def attend(
     score_params = ScoreParams(softmax_scale, window, softcap, sinks)
     pages = varlen.pages
     if pages is None:
+        if torch.compiler.is_compiling():
+            return _attend_in_graph(q, k, v, varlen, score_params)
         name = select_backend(call_spec(q, k, v, score_params, varlen), backend)
-        if name == "sdpa" and torch.compiler.is_compiling():
-            params = (softmax_scale, window, softcap, sinks)
-            return custom_ops.sdpa_packed(q, k, v, varlen.cu_seqlens, varlen.max_length, *params)
         return BACKEND_MODULES[name].packed(q, k, v, varlen, score_params)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("paged attention has no gradients: call the model inside torch.no_grad()")
@@ -87,6 +80,18 @@ def attend(
     return out.to(v.dtype)
 
 
+def _attend_in_graph(
+    q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, params: ScoreParams
+) -> Tensor:
+    """Attend inside a graph that torch.compile traces: one operator, whatever the boundaries."""
+    max_length: Any = varlen.max_length
+    if not isinstance(max_length, Tensor):
+        max_length = torch.tensor(max_length)
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    tensors = (q, k, v, params.sinks, varlen.cu_seqlens, max_length)
+    return custom_ops.packed(*tensors, params.scale, params.window, params.softcap, grad)[0]
+
+
 def attend_cached(q: Tensor, varlen: Varlen, *, layer: int, scale: float) -> Tensor:
     """Attend q [T, H, Dk] to pages that already hold the keys and values of this step."""
     assert varlen.pages is not None
@@ -94,32 +99,3 @@ def attend_cached(q: Tensor, varlen: Varlen, *, layer: int, scale: float) -> Ten
     score_params = ScoreParams(scale)
     name = select_backend(call_spec(q, keys, values, score_params, varlen))
     return BACKEND_MODULES[name].paged(q, keys, values, varlen, score_params)
-
-
-def call_spec(
-    q: Tensor, k: Tensor, v: Tensor, score_params: ScoreParams, varlen: Varlen
-) -> CallSpec:
-    """Describe a call for the selection of a backend."""
-    page_size = 0 if varlen.pages is None else k.shape[1]
-    # Any of the three: with an adapter on the values alone, queries have no gradient.
-    requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
-    grad = torch.is_grad_enabled() and not page_size and requires_grad
-    large, tokens, padded = False, q.shape[0], len(varlen.cu_seqlens) * varlen.max_length
-    # An `if`, not an expression: torch.compile then guards on it once.
-    if not page_size and tokens >= _LARGE_TOKENS and padded <= _MAX_PADDING * tokens:
-        large = True
-    return CallSpec(
-        q.device.type,
-        q.dtype,
-        q.shape[1],
-        k.shape[-2],
-        q.shape[2],
-        v.shape[-1],
-        grad,
-        score_params.window is not None,
-        score_params.softcap is not None,
-        score_params.sinks is not None,
-        page_size,
-        page_size > 0 and varlen.max_length == 1,
-        large,
-    )

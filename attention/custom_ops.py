@@ -1,8 +1,8 @@
 """Custom operators for torch.compile: calls that it must not trace, with known output shapes.
 
-Eager code calls the backends directly. Under compilation, paged reads and writes and packed SDPA,
-whose loops depend on data, appear in the graph as one operator each, so that a model compiles to
-one graph without breaks. The packed calls of the kernel libraries are traced as they are.
+Eager code calls the backends directly. Under compilation, packed attention, paged reads and writes
+appear in the graph as one operator each. A backend is selected when the operator runs, and the
+longest sequence is a value, not a shape: one graph serves every row, whatever its boundaries.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .backends import sdpa
-from .backends.call_spec import ScoreParams
+from .backends.call_spec import ScoreParams, call_spec
 from .backends.kv_write import write
-from .backends.sdpa_backward import packed_backward
-from .backends.selection import BACKEND_MODULES
+from .backends.selection import BACKEND_MODULES, BACKENDS, select_backend
 from .varlen import Pages, Varlen
 
 
@@ -50,60 +48,76 @@ def _(q: Tensor, keys: Tensor, values: Tensor, *rest) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], values.shape[-1])
 
 
-@torch.library.custom_op("nopad::sdpa_packed", mutates_args=())
-def sdpa_packed(
+@torch.library.custom_op("nopad::packed", mutates_args=())
+def packed(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     cu_seqlens: Tensor,
-    max_length: int,
+    max_length: Tensor,
     scale: float,
     window: int | None,
     softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    score_params = ScoreParams(scale, window, softcap, sinks)
-    return sdpa.packed(q, k, v, Varlen(cu_seqlens, max_length), score_params).contiguous()
+    grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, the log-sum-exp in the layout of the backend, and the backend's number.
+
+    max_length: int64 [], on the host.
+    """
+    varlen, score_params = Varlen(cu_seqlens, int(max_length)), ScoreParams(scale, window, softcap, sinks)
+    name = select_backend(call_spec(q, k, v, score_params, varlen, grad))
+    out, lse = BACKEND_MODULES[name].forward(q, k, v, varlen, score_params)
+    return out.contiguous(), lse.contiguous().flatten(), torch.tensor(BACKENDS.index(name))
 
 
-@sdpa_packed.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
+@packed.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, heads, _ = q.shape
+    lse = q.new_empty(tokens * heads, dtype=torch.float32)
+    return q.new_empty(tokens, heads, v.shape[-1]), lse, torch.empty((), dtype=torch.int64)
 
 
-@torch.library.custom_op("nopad::sdpa_packed_backward", mutates_args=())
-def sdpa_packed_backward(
+@torch.library.custom_op("nopad::packed_backward", mutates_args=())
+def packed_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
     cu_seqlens: Tensor,
-    max_length: int,
+    max_length: Tensor,
+    backend: Tensor,
     scale: float,
     window: int | None,
     softcap: float | None,
-    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    score_params = ScoreParams(scale, window, softcap, sinks)
-    return packed_backward(grad, q, k, v, Varlen(cu_seqlens, max_length), score_params)
+    varlen, score_params = Varlen(cu_seqlens, int(max_length)), ScoreParams(scale, window, softcap, sinks)
+    module = BACKEND_MODULES[BACKENDS[int(backend)]]
+    dq, dk, dv, *dsinks = module.backward(grad, q, k, v, out, lse, varlen, score_params)
+    return dq, dk, dv, *(dsinks or [q.new_empty(0)])
 
 
-@sdpa_packed_backward.register_fake
-def _(grad, q, k, v, cu_seqlens, max_length, scale, window, softcap, sinks):
-    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+@packed_backward.register_fake
+def _(grad, q, k, v, out, lse, sinks, *rest):
+    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _save(ctx, inputs, output):
-    q, k, v, cu_seqlens, max_length, scale, window, softcap, sinks = inputs
-    ctx.save_for_backward(q, k, v, cu_seqlens, sinks)
-    ctx.params = (max_length, scale, window, softcap)
+    q, k, v, sinks, cu_seqlens, max_length, scale, window, softcap, _ = inputs
+    out, lse, backend = output
+    ctx.save_for_backward(q, k, v, out, lse, sinks, cu_seqlens, max_length, backend)
+    ctx.mark_non_differentiable(lse, backend)
+    ctx.params = scale, window, softcap
 
 
-def _backward(ctx, grad):
-    q, k, v, cu_seqlens, sinks = ctx.saved_tensors
-    grads = torch.ops.nopad.sdpa_packed_backward(grad, q, k, v, cu_seqlens, *ctx.params, sinks)
-    return *grads[:3], None, None, None, None, None, None if sinks is None else grads[3]
+def _backward(ctx, grad, *_):
+    sinks = ctx.saved_tensors[5]
+    dq, dk, dv, dsinks = packed_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.params)
+    return dq, dk, dv, None if sinks is None else dsinks, *[None] * 6
 
 
-sdpa_packed.register_autograd(_backward, setup_context=_save)
+packed.register_autograd(_backward, setup_context=_save)

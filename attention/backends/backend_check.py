@@ -6,9 +6,10 @@ limits of a backend are not enough: a build is used only if its trial agrees wit
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ...runtime import is_out_of_memory
 from ..paging.cache import PagedCache
@@ -38,17 +39,11 @@ def trial_failure(backend: Backend, spec: CallSpec) -> str | None:
 def _failure(backend: Backend, spec: CallSpec) -> str | None:
     """Make one trial call; an exception or a wrong result is the reason."""
     try:
-        # Hooks of our own for the tensors a trial saves: inside gradient checkpointing, the
-        # surrounding hooks would answer its backward by recomputing the layer that is calling.
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-        # No modes: selective checkpoints would keep the trial's outputs for the layer's own.
-        with (
-            _disable_current_modes(),
-            torch.inference_mode(False),
-            torch.set_grad_enabled(spec.grad),
-            hooks,
-        ):
-            error = _relative_error(backend, spec)
+        # A thread has none of the caller's states: the hooks of a checkpoint would answer the
+        # trial's backward, its modes would keep the trial's outputs, and a custom operator has no
+        # autograd at all.
+        with ThreadPoolExecutor(1) as thread:
+            error = thread.submit(_relative_error, backend, spec).result()
     except Exception as raised:  # a kernel library may raise anything
         if is_out_of_memory(raised):  # says nothing about the backend, and must not be remembered
             raise
@@ -66,6 +61,7 @@ def _relative_error(backend: Backend, spec: CallSpec) -> float:
         softcap=2.0 if spec.softcap else None,
         sinks=_numbers(spec, spec.heads, seed=5) if spec.sinks else None,
     )
+    torch.set_grad_enabled(spec.grad)
     lengths = [1, 1] if spec.decode else [5, 1]
     q, k, v = _inputs(spec, sum(lengths))
     varlen = _varlen(spec, lengths)

@@ -10,6 +10,13 @@ from torch import Tensor
 
 from ..varlen import Varlen
 
+_LARGE_TOKENS = 8192
+_MAX_PADDING = 64
+"""Maximum padded tokens per real token for cuDNN, with all sequences padded to the longest allowed:
+its backward allocates a float per head and padded position, a gigabyte a layer for many empty
+sequences."""
+
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreParams:
@@ -61,6 +68,43 @@ class CallSpec(NamedTuple):
         return self.page_size > 0
 
 
+def call_spec(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_params: ScoreParams,
+    varlen: Varlen,
+    grad: bool | None = None,
+) -> CallSpec:
+    """Describe a call for the selection of a backend.
+
+    grad: whether gradients are needed; by default, whether one of q, k and v requires them.
+    """
+    page_size = 0 if varlen.pages is None else k.shape[1]
+    # Any of the three: with an adapter on the values alone, queries have no gradient.
+    requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
+    if grad is None:
+        grad = torch.is_grad_enabled() and not page_size and requires_grad
+    large, tokens, padded = False, q.shape[0], len(varlen.cu_seqlens) * varlen.max_length
+    if not page_size and tokens >= _LARGE_TOKENS and padded <= _MAX_PADDING * tokens:
+        large = True
+    return CallSpec(
+        q.device.type,
+        q.dtype,
+        q.shape[1],
+        k.shape[-2],
+        q.shape[2],
+        v.shape[-1],
+        grad,
+        score_params.window is not None,
+        score_params.softcap is not None,
+        score_params.sinks is not None,
+        page_size,
+        page_size > 0 and varlen.max_length == 1,
+        large,
+    )
+
+
 class NotCapturable(RuntimeError):
     """A backend reads lengths on the host, so its calls cannot be captured in a CUDA graph."""
 
@@ -75,6 +119,29 @@ class Backend(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams
     ) -> Tensor:
         """Attend to the keys of this step; differentiable."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams
+    ) -> tuple[Tensor, Tensor]:
+        """Attend like `packed`, without autograd; return T * H numbers for `backward` as well."""
+        ...
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        varlen: Varlen,
+        score_params: ScoreParams,
+    ) -> tuple[Tensor, ...]:
+        """Return contiguous gradients of q, k and v, and of the sinks if it has them.
+
+        out, lse: what `forward` returned; `lse` flat.
+        """
         ...
 
     def paged(

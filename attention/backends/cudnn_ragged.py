@@ -57,6 +57,29 @@ def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreP
     return _forward(q, k, v, varlen.cu_seqlens, varlen.max_length, score_params.scale)[0]
 
 
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams
+) -> tuple[Tensor, Tensor]:
+    """Attend like `packed`, without autograd; return the log-sum-exp as well."""
+    return _forward(q, k, v, varlen.cu_seqlens, varlen.max_length, score_params.scale)
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    varlen: Varlen,
+    score_params: ScoreParams,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    lse = lse.view(*q.shape[:2], 1)
+    bounds = (varlen.cu_seqlens, varlen.max_length)
+    return _gradients(grad, q, k, v, out, lse, *bounds, score_params.scale)
+
+
 @torch.library.custom_op("nopad::cudnn_packed", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, scale: float

@@ -58,23 +58,63 @@ def unsupported_reason(spec: CallSpec) -> str | None:
 
 def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams) -> Tensor:
     """Attend inside each sequence of a packed row."""
+    return _attend(q, k, v, varlen, score_params)[..., : v.shape[-1]]
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams
+) -> tuple[Tensor, Tensor]:
+    """Attend like `packed`, without autograd; return the log-sum-exp [H, T] as well."""
+    out, lse, _ = _attend(q, k, v, varlen, score_params, return_attn_probs=True)
+    return out[..., : v.shape[-1]], lse
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    varlen: Varlen,
+    score_params: ScoreParams,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
     flash, _ = library()
-    padding = q.shape[-1] - v.shape[-1]
-    cu_seqlens = varlen.cu_seqlens
-    # torch.compile cannot trace an autograd function that is given one tensor twice.
-    cu_seqlens_k = cu_seqlens.clone() if torch.compiler.is_compiling() else cu_seqlens
-    out = flash.flash_attn_varlen_func(
-        q,
-        k,
-        F.pad(v, (0, padding)) if padding else v,
-        cu_seqlens,
-        cu_seqlens_k,
-        varlen.max_length,
-        varlen.max_length,
+    grad_, v_, out_ = (_padded(x, q) for x in (grad, v, out))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v_))
+    kwargs = _score_kwargs(score_params)
+    window = kwargs.pop("window_size")
+    flash.flash_attn_interface._flash_attn_varlen_backward(
+        *(grad_, q, k, v_, out_, lse.view(q.shape[1], -1), dq, dk, dv),
+        *(varlen.cu_seqlens, varlen.cu_seqlens, varlen.max_length, varlen.max_length),
+        dropout_p=0.0,
+        window_size_left=window[0],
+        window_size_right=window[1],
+        alibi_slopes=None,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **kwargs,
+    )
+    return dq, dk, dv[..., : v.shape[-1]].contiguous()
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams, **kwargs: Any
+) -> Any:
+    flash, _ = library()
+    bounds = (varlen.cu_seqlens, varlen.cu_seqlens, varlen.max_length, varlen.max_length)
+    return flash.flash_attn_varlen_func(
+        *(q, k, _padded(v, q), *bounds),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         **_score_kwargs(score_params),
+        **kwargs,
     )
-    return out[..., : v.shape[-1]] if padding else out
+
+
+def _padded(x: Tensor, q: Tensor) -> Tensor:
+    """Pad the last dimension of x to that of q."""
+    padding = q.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, padding)) if padding else x
 
 
 def paged(

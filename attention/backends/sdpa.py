@@ -21,6 +21,7 @@ from torch import Tensor
 from ..reference import causal_mask
 from ..varlen import Varlen
 from .call_spec import CallSpec, NotCapturable, ScoreParams
+from .sdpa_backward import packed_backward
 from .sdpa_batching import Batch, PlanKey, SharedPrefix, additive_mask, plan
 
 _share_prefixes: ContextVar[bool] = ContextVar("nopad_share_prefixes", default=True)
@@ -51,6 +52,28 @@ def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreP
         output = _sdpa(*batch, score_params=score_params, bias=None)
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs) if outputs else q.new_zeros(0, q.shape[1], v.shape[-1])
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams
+) -> tuple[Tensor, Tensor]:
+    """Attend like `packed`, without autograd; nothing but the inputs is kept for the backward."""
+    unused = q.new_empty(q.shape[:2], dtype=torch.float32)
+    return packed(q, k, v, varlen, score_params), unused
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    varlen: Varlen,
+    score_params: ScoreParams,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v and the sinks."""
+    return packed_backward(grad, q, k, v, varlen, score_params)
 
 
 def paged(

@@ -13,7 +13,7 @@ from ..varlen import Varlen
 from .call_spec import CallSpec, ScoreParams
 
 try:
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     _parameters = set(inspect.signature(varlen_attn).parameters)
 except ImportError:
@@ -42,24 +42,62 @@ def unsupported_reason(spec: CallSpec) -> str | None:
 
 def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams) -> Tensor:
     """Attend inside each sequence of a packed row."""
+    out = _attend(q, k, v, varlen, score_params)
+    assert isinstance(out, Tensor)
+    return out[..., : v.shape[-1]]
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams
+) -> tuple[Tensor, Tensor]:
+    """Attend like `packed`, without autograd; return the log-sum-exp [H, T] as well."""
+    out, lse = _attend(q, k, v, varlen, score_params, return_aux=AuxRequest(lse=True))
+    return out[..., : v.shape[-1]], lse
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    varlen: Varlen,
+    score_params: ScoreParams,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    grad_, v_, out_ = (_padded(x, q) for x in (grad, v, out))
+    bounds = (varlen.cu_seqlens, varlen.cu_seqlens, varlen.max_length, varlen.max_length)
+    window = _window(score_params)
+    dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(
+        *(grad_, q, k, v_, out_, lse.view(q.shape[1], -1), *bounds),
+        window == (-1, 0),
+        torch.zeros(2, dtype=torch.uint64, device=q.device),  # of dropout, which there is none
+        scale=score_params.scale,
+        window_size=list(window),
+    )
+    return dq, dk, dv[..., : v.shape[-1]].contiguous()
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams, **kwargs: Any
+) -> Any:
     assert varlen_attn is not None
-    padding = q.shape[-1] - v.shape[-1]
-    kwargs: dict[str, Any] = {"scale": score_params.scale}
     if "window_size" in _parameters:
-        kwargs["window_size"] = (-1 if score_params.window is None else score_params.window - 1, 0)
+        kwargs["window_size"] = _window(score_params)
     else:
         kwargs["is_causal"] = True
     if "enable_gqa" in _parameters:
         kwargs["enable_gqa"] = q.shape[1] != k.shape[1]
-    out = varlen_attn(
-        q,
-        k,
-        F.pad(v, (0, padding)) if padding else v,
-        varlen.cu_seqlens,
-        varlen.cu_seqlens,
-        varlen.max_length,
-        varlen.max_length,
-        **kwargs,
-    )
-    assert isinstance(out, Tensor)
-    return out[..., : v.shape[-1]] if padding else out
+    bounds = (varlen.cu_seqlens, varlen.cu_seqlens, varlen.max_length, varlen.max_length)
+    return varlen_attn(q, k, _padded(v, q), *bounds, scale=score_params.scale, **kwargs)
+
+
+def _window(score_params: ScoreParams) -> tuple[int, int]:
+    return (-1 if score_params.window is None else score_params.window - 1), 0
+
+
+def _padded(x: Tensor, q: Tensor) -> Tensor:
+    """Pad the last dimension of x to that of q."""
+    padding = q.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, padding)) if padding else x

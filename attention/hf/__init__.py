@@ -28,7 +28,13 @@ from .model_support import (
     step_context,
     unsupported_reason,
 )
-from .router_logits import compile_with_hooks, has_router_logits
+from .router_logits import (
+    collect_router_logits,
+    has_router_logits,
+    install_router_hooks,
+    refuse_other_outputs,
+    returning_router_logits,
+)
 from .selfcheck import (
     PackedDifferences,
     check_default_cache,
@@ -55,7 +61,7 @@ __all__ = [
     "check_paged",
     "check_rows",
     "check_supported",
-    "compile_with_hooks",
+    "collect_router_logits",
     "current_varlen",
     "document_mask",
     "drops_kwargs",
@@ -64,6 +70,7 @@ __all__ = [
     "forward_context",
     "frozen_rotary",
     "has_router_logits",
+    "install_router_hooks",
     "install_mask_patch",
     "landmark_lengths",
     "layer_shapes",
@@ -77,7 +84,9 @@ __all__ = [
     "probe_positions",
     "random_documents",
     "record_call",
+    "refuse_other_outputs",
     "register",
+    "returning_router_logits",
     "rotary_limit",
     "sequence_limit",
     "step_context",

@@ -54,8 +54,8 @@ def attention(
         cu_seq_lens_q, max_length_q = kwargs.get("cu_seq_lens_k"), kwargs.get("max_length_k")
     if varlen is None and cu_seq_lens_q is not None:
         _check_not_sliced(cu_seq_lens_q, query.shape[0])
-        longest = query.shape[0] * query.shape[2] if max_length_q is None else int(max_length_q)
-        varlen = Varlen(cu_seq_lens_q, longest)
+        longest = query.shape[0] * query.shape[2] if max_length_q is None else max_length_q
+        varlen = Varlen(cu_seq_lens_q, longest if is_in_graph(longest) else int(longest))
     if varlen is None:
         varlen = current_varlen(module)
     compiling, paged, layer = torch.compiler.is_compiling(), False, 0
@@ -71,8 +71,8 @@ def attention(
         varlen, source = _infer_varlen(query, position_ids)
     if not compiling and record_call(layer, source, (key.shape[1], key.shape[3], value.shape[3])):
         return value.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[3]), None
-    if layer == 0:  # compiled layers all read 0
-        _check_lengths(module, varlen)
+    if layer == 0 and not is_in_graph(varlen.max_length):  # compiled layers all read 0
+        check_lengths(module, varlen)
     if layer == 0 and not compiling:
         _check_head(varlen, query.shape[0])
     rows, columns = query.shape[0], query.shape[2]
@@ -90,6 +90,11 @@ def attention(
         sinks=s_aux,
     )
     return out.view(rows, columns, *out.shape[1:]), None
+
+
+def is_in_graph(max_length: Any) -> bool:
+    """Whether a longest sequence is a value of a graph: compiled layers pass a tensor, not read."""
+    return isinstance(max_length, Tensor) and torch.compiler.is_compiling()
 
 
 def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
@@ -186,7 +191,7 @@ def _check_head(varlen: Varlen, rows: int) -> None:
         frame = frame.f_back
 
 
-def _check_lengths(module: nn.Module, varlen: Varlen) -> None:
+def check_lengths(module: nn.Module, varlen: Varlen) -> None:
     """Refuse sequences beyond the model's limit, among others or at all.
 
     Decodes are not checked: CUDA graphs round the number of keys up, and the engine's max_model_len

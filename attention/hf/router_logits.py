@@ -1,9 +1,8 @@
-"""Compiled layers: hooks have their effect, and router logits are returned by the graph.
+"""Router logits of a compiled layer: returned by its graph, then collected as by a stock layer.
 
 Transformers' hooks append router outputs to a list in a ContextVar, which torch.compile cannot
 trace. Inside a layer's graph the hooks get a list of their own, and the graph returns it; outside,
-it is added to the list of the forward. By default, a graph ignores hooks of modules in the layer
-that come after its first call: here it is compiled again.
+it is added to the list of the forward.
 """
 
 from __future__ import annotations
@@ -11,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector, maybe_install_capturing_hooks
-
-from .forward_context import current_varlen
 
 KEY, CONFIG_NAME = "router_logits", "output_router_logits"
 
@@ -26,49 +22,37 @@ def has_router_logits(model: nn.Module) -> bool:
     return any(hasattr(part.config.get_text_config(), CONFIG_NAME) for part in _pretrained(model))
 
 
-def compile_with_hooks(model: nn.Module, layers: nn.ModuleList, **options: Any) -> None:
-    """Compile the layers of a model such that hooks work and router logits can be collected.
-
-    options: those of torch.compile.
-    """
+def install_router_hooks(model: nn.Module) -> None:
+    """Install Transformers' hooks before a layer is compiled: a graph ignores later ones."""
     for part in _pretrained(model):
-        maybe_install_capturing_hooks(part)  # a graph does not see hooks that come later
-    for layer in layers:
-        layer._compiled_call_impl = _CompiledLayer(layer, torch.compile(_call_layer, **options))
+        maybe_install_capturing_hooks(part)
 
 
 def _pretrained(model: nn.Module) -> list[PreTrainedModel]:
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
-class _CompiledLayer:
-    """Calls a compiled layer, and collects its router logits if the forward wants them.
-
-    A forward without boundaries, such as `generate`, runs eagerly: a graph cannot read positions.
-    """
-
-    def __init__(self, layer: nn.Module, compiled: Callable):
-        self._layer, self._compiled = layer, compiled
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("cu_seq_lens_q") is None and current_varlen(self._layer) is None:
-            return self._layer._call_impl(*args, **kwargs)
-        wanted = _active_collector.get() or {}
-        if wanted.keys() - {KEY}:
-            names = ", ".join(f"output_{name}" for name in wanted.keys() - {KEY})
-            raise ValueError(f"compiled layers cannot return {names}: do not ask for it")
-        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
-            out, router_logits = self._compiled(self._layer, *args, **kwargs)
-        if KEY in wanted:
-            wanted[KEY].extend(router_logits)
-        return out
-
-
-def _call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, list]:
+def returning_router_logits(forward: Callable, *args: Any, **kwargs: Any) -> tuple[Any, list]:
+    """Call a layer's forward inside a graph; return its output and its router logits."""
     collected: dict[str, list] = {KEY: []}
     before = _active_collector.set(collected)
     try:
-        out = layer._call_impl(*args, **kwargs)
+        out = forward(*args, **kwargs)
     finally:
         _active_collector.reset(before)
     return out, collected[KEY]
+
+
+def collect_router_logits(router_logits: list) -> None:
+    """Collect the router logits of a layer if the current forward of its model wants them."""
+    wanted = _active_collector.get() or {}
+    if KEY in wanted:
+        wanted[KEY].extend(router_logits)
+
+
+def refuse_other_outputs() -> None:
+    """Raise if the current forward wants outputs of layers that no graph returns."""
+    others = (_active_collector.get() or {}).keys() - {KEY}
+    if others:
+        names = ", ".join(f"output_{name}" for name in others)
+        raise ValueError(f"compiled layers cannot return {names}: do not ask for it")

@@ -1,10 +1,11 @@
-"""torch.compile for packed training: one graph, shared by all decoder layers.
+"""torch.compile for packed training: one graph, shared by all decoder layers of a kind.
 
-    compile every layer, fullgraph=True     one graph, since the layers are alike
+    layer.forward     compiled, fullgraph=True     attention is one operator inside
+    layer's hooks     outside: FSDP2 gathers weights, a checkpoint recomputes the whole layer
 
 Compiling the layer instead of the model takes a sixteenth of the time and loses nothing that
-matters: between two layers there is only the residual. Batches should have a constant T
-(`PackedCollator(pad_to_budget=True)`); with `fixed_sequences` no shape ever changes.
+matters: between two layers there is only the residual. Row length, number of sequences and longest
+sequence are dynamic, so that no pack is compiled again.
 
 Tensors that are cheap to recompute are not kept for the backward: the inputs of products (normed
 hidden states, gated MLP states) are a third of a layer's activations, and are recomputed by the
@@ -13,18 +14,29 @@ kernels that read their sources anyway: a fifth less memory for half a percent o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ...attention.hf import compile_with_hooks
+from ...attention.hf import (
+    collect_router_logits,
+    current_varlen,
+    install_router_hooks,
+    refuse_other_outputs,
+    returning_router_logits,
+)
+from .class_swap import add_forward
+from .fuse_layers import FusedLayers
 
 
-def compile_layers(model: nn.Module, **options: Any) -> int:
-    """Compile every decoder layer of a causal LM in place; return how many there are.
+def compile_layers(model: nn.Module, **options: Any) -> FusedLayers:
+    """Compile every decoder layer of a causal LM in place; return what was compiled.
 
-    Forwards of packs are compiled. Others, such as those of `generate`, run as before.
+    Forwards of packs in training mode are compiled. Others, such as those of `generate`, run as
+    before.
 
     Args:
         model: a causal LM of Transformers.
@@ -37,9 +49,68 @@ def compile_layers(model: nn.Module, **options: Any) -> int:
     )
     if layers is None or not len(layers):
         raise ValueError(f"{type(model).__name__} has no list of decoder layers to compile")
-    options = {"fullgraph": True, "backend": recompute_backend, **options}
-    compile_with_hooks(model, layers, **options)
-    return len(layers)
+    install_router_hooks(model)
+    forward = CompiledForward({"fullgraph": True, "backend": recompute_backend, **options})
+    compiled = FusedLayers()
+    for layer in layers:
+        compiled.swap(layer, add_forward(type(layer), forward))
+        compiled.add_name(type(layer).__name__)
+    return compiled
+
+
+class CompiledForward:
+    """A layer's forward, compiled: see `class_swap.Forward`."""
+
+    def __init__(self, options: dict[str, Any]):
+        self._options = options
+        self._compiled = cache(lambda stock: torch.compile(_bind(stock), **options))
+
+    def __reduce__(self) -> tuple:
+        return CompiledForward, (self._options,)
+
+    def __call__(self, layer: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Any:
+        if not layer.training or torch.compiler.is_compiling():
+            return None
+        boundaries = _boundaries(layer, kwargs)
+        if boundaries is None:  # a graph cannot read them from positions
+            return None
+        refuse_other_outputs()
+        cu_seqlens, max_length = boundaries
+        _mark_dynamic(args, kwargs, cu_seqlens)
+        packed = {"cu_seq_lens_q": cu_seqlens, "max_length_q": torch.tensor(max_length)}
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+            out, router_logits = self._compiled(stock)(layer, *args, **{**kwargs, **packed})
+        collect_router_logits(router_logits)
+        return out
+
+
+def _bind(stock: Callable) -> Callable:
+    def forward(*args: Any, **kwargs: Any) -> tuple[Any, list]:
+        return returning_router_logits(stock, *args, **kwargs)
+
+    return forward
+
+
+def _boundaries(layer: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor, int] | None:
+    """Return the boundaries of a packed row, and take them out of a layer's arguments."""
+    varlen = kwargs.get("varlen") or current_varlen(layer)
+    if varlen is not None:
+        is_packed = varlen.pages is None and varlen.group is None
+        return (varlen.cu_seqlens, varlen.max_length) if is_packed else None
+    names = "cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k"
+    cu_seqlens, max_length, *_ = (kwargs.pop(name, None) for name in names)
+    return None if cu_seqlens is None else (cu_seqlens, max_length)
+
+
+def _mark_dynamic(args: Any, kwargs: dict[str, Any], cu_seqlens: Tensor) -> None:
+    """Tell torch.compile that the length of rows and the number of sequences change."""
+    tokens = args[0].shape[1]
+    torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
+    for x in torch.utils._pytree.tree_leaves((args, kwargs)):
+        if isinstance(x, Tensor):
+            for dim in range(x.ndim):
+                if x.shape[dim] == tokens:
+                    torch._dynamo.maybe_mark_dynamic(x, dim)
 
 
 def recompute_backend(

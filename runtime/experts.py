@@ -1,0 +1,86 @@
+"""`experts_implementation="nopad"`: all experts of a layer by grouped products.
+
+    tokens ─▶ rows sorted by expert ─▶ up ─▶ gate ─▶ down ─▶ weighted, summed by token
+
+Router, activation, biases and norms are the model's own. Under autocast the products run in its
+dtype, as those of linear layers do; Transformers' grouped products run in the weights' dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.grouped_mm import grouped_mm
+
+EXPERTS_IMPLEMENTATION = "nopad"
+
+
+def experts_forward(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Run the experts that the router chose [T, k] on hidden states [T, C]."""
+    tokens, top_k = top_k_index.shape
+    expert_ids, order = torch.sort(top_k_index.flatten(), stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    count = torch.arange(experts.num_experts, device=order.device)
+    offsets = torch.searchsorted(expert_ids, count, right=True, out_int32=True)
+    dtype = _product_dtype(hidden_states)
+    x = _SortTokens.apply(hidden_states.to(dtype), order, inverse, top_k)
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    x = _linear(experts, name, x, expert_ids, offsets)
+    x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
+    x = _linear(experts, "down_proj", x.to(dtype), expert_ids, offsets)
+    if experts.has_post_expert_norm:
+        x = experts.post_expert_norm(x)
+    x = _Reorder.apply(x, inverse, order).view(tokens, top_k, -1)
+    return (x * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _linear(experts: Any, name: str, x: Tensor, expert_ids: Tensor, offsets: Tensor) -> Tensor:
+    weight = getattr(experts, name).to(x.dtype)
+    out = grouped_mm(x, weight.transpose(1, 2) if experts.is_transposed else weight, offsets)
+    return out + getattr(experts, name + "_bias")[expert_ids].to(x.dtype) if experts.has_bias else out
+
+
+class _SortTokens(torch.autograd.Function):
+    """[T, C] -> [T * k, C], a row per token and expert, sorted by expert; backward without atomics."""
+
+    @staticmethod
+    def forward(x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+        return x[order // top_k]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, _, inverse, ctx.top_k = inputs
+        ctx.save_for_backward(inverse)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        grads = grad[inverse].view(-1, ctx.top_k, grad.shape[-1])
+        return grads.sum(1), None, None, None
+
+
+class _Reorder(torch.autograd.Function):
+    """x[index] for a permutation whose inverse is known; backward without atomics."""
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        return x[index]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse], None, None
