@@ -19,6 +19,7 @@ from .backends.selection import BACKEND_MODULES, select_backend
 from .head_exchange import attend_whole_row
 from .varlen import Varlen
 
+
 def attend(
     q: Tensor,
     k: Tensor,

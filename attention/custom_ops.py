@@ -65,7 +65,10 @@ def packed(
 
     max_length: int64 [], on the host.
     """
-    varlen, score_params = Varlen(cu_seqlens, int(max_length)), ScoreParams(scale, window, softcap, sinks)
+    varlen, score_params = (
+        Varlen(cu_seqlens, int(max_length)),
+        ScoreParams(scale, window, softcap, sinks),
+    )
     name = select_backend(call_spec(q, k, v, score_params, varlen, grad))
     out, lse = BACKEND_MODULES[name].forward(q, k, v, varlen, score_params)
     return out.contiguous(), lse.contiguous().flatten(), torch.tensor(BACKENDS.index(name))
@@ -94,7 +97,10 @@ def packed_backward(
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    varlen, score_params = Varlen(cu_seqlens, int(max_length)), ScoreParams(scale, window, softcap, sinks)
+    varlen, score_params = (
+        Varlen(cu_seqlens, int(max_length)),
+        ScoreParams(scale, window, softcap, sinks),
+    )
     module = BACKEND_MODULES[BACKENDS[int(backend)]]
     dq, dk, dv, *dsinks = module.backward(grad, q, k, v, out, lse, varlen, score_params)
     return dq, dk, dv, *(dsinks or [q.new_empty(0)])

@@ -43,6 +43,7 @@ from power_monitor import PowerMonitor
 from record import header, write_record
 from training.documents import ANSWER_FRACTION, answer_labels, random_documents
 from training.front_ends import FlatteningCollator
+from training.grid import run_grid
 from training.users import measure, user_variants
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -366,7 +367,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="of the trainings as users start")
     parser.add_argument("--profile", action="store_true", help="list the kernels of three steps")
     parser.add_argument("--tiny", action="store_true", help="small shape, for any machine")
+    parser.add_argument("--grid", type=Path, help="measure cells of training/grid.py into FILE")
+    parser.add_argument("--arms", nargs="*", help="of the grid: stock, fused, compiled")
+    parser.add_argument(
+        "--seconds", type=float, default=480, help="start no cell of the grid later"
+    )
     args = parser.parse_args()
+    if args.grid:
+        register()
+        run_grid(args.grid, args.only or [], args.arms or [], args.seconds, args.tiny)
+        return
     bench = Bench(args.tiny, args.profile)
     print(
         f"matrix rate {bench.matmul_rate / 1e12:.0f} TFLOP/s, packs of {bench.budget}", flush=True

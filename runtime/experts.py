@@ -24,7 +24,9 @@ def experts_forward(
     """Run the experts that the router chose [T, k] on hidden states [T, C]."""
     tokens, top_k = top_k_index.shape
     expert_ids, order = torch.sort(top_k_index.flatten(), stable=True)
-    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    inverse = torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), device=order.device)
+    )
     count = torch.arange(experts.num_experts, device=order.device)
     offsets = torch.searchsorted(expert_ids, count, right=True, out_int32=True)
     dtype = _product_dtype(hidden_states)
@@ -47,7 +49,9 @@ def _product_dtype(x: Tensor) -> torch.dtype:
 def _linear(experts: Any, name: str, x: Tensor, expert_ids: Tensor, offsets: Tensor) -> Tensor:
     weight = getattr(experts, name).to(x.dtype)
     out = grouped_mm(x, weight.transpose(1, 2) if experts.is_transposed else weight, offsets)
-    return out + getattr(experts, name + "_bias")[expert_ids].to(x.dtype) if experts.has_bias else out
+    return (
+        out + getattr(experts, name + "_bias")[expert_ids].to(x.dtype) if experts.has_bias else out
+    )
 
 
 class _SortTokens(torch.autograd.Function):

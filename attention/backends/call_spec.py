@@ -17,7 +17,6 @@ its backward allocates a float per head and padded position, a gigabyte a layer 
 sequences."""
 
 
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreParams:
     """What is applied to the product of a query and a key before and inside the softmax."""

@@ -38,8 +38,11 @@ class Run:
     losses: list[float] = field(default_factory=list)
     profile: Any = None
     """A torch.profiler.profile of the timed steps, or None."""
+    first_step_s: float = 0.0
+    """From the start of the training to the end of its first step."""
     _ended: int = 0
     _start: float = 0.0
+    _created: float = field(default_factory=time.perf_counter)
 
     @property
     def steps(self) -> int:
@@ -54,6 +57,9 @@ class Run:
 
     def step_ended(self) -> None:
         self._ended += 1
+        if self._ended == 1:
+            _sync()
+            self.first_step_s = time.perf_counter() - self._created
         if self._ended == self.warmup_steps:
             _sync()
             if torch.cuda.is_available():
@@ -77,6 +83,7 @@ class Run:
             "peak_GB": peak / 1e9,
             "step_ms": 1e3 * self.seconds / self.timed_steps,
             "steps": self.timed_steps,
+            "first_step_s": self.first_step_s,
             "losses": [round(loss, 4) for loss in self.losses],
         }
 
