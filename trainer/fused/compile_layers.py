@@ -30,6 +30,7 @@ from ...attention.hf import (
 )
 from .class_swap import add_forward
 from .fuse_layers import FusedLayers
+from .fusion_patterns import ExpertsPart
 
 
 def compile_layers(model: nn.Module, **options: Any) -> FusedLayers:
@@ -52,6 +53,8 @@ def compile_layers(model: nn.Module, **options: Any) -> FusedLayers:
     install_router_hooks(model)
     forward = CompiledForward({"fullgraph": True, "backend": recompute_backend, **options})
     compiled = FusedLayers()
+    for experts in filter(ExpertsPart.matches, model.modules()):
+        compiled.swap(experts, add_forward(type(experts), ExpertsPart.forward))
     for layer in layers:
         compiled.swap(layer, add_forward(type(layer), forward))
         compiled.add_name(type(layer).__name__)
