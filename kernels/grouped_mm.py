@@ -9,6 +9,8 @@ device.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -56,7 +58,7 @@ def _has_kernel(x: Tensor) -> bool:
 
 def _groups(offsets: Tensor) -> list[tuple[int, slice]]:
     ends = offsets.tolist()
-    return [(e, slice(a, b)) for e, (a, b) in enumerate(zip([0, *ends], ends)) if b > a]
+    return [(e, slice(a, b)) for e, (a, b) in enumerate(pairwise([0, *ends])) if b > a]
 
 
 def _save(ctx, inputs, output):

@@ -55,7 +55,7 @@ def _linear(experts: Any, name: str, x: Tensor, expert_ids: Tensor, offsets: Ten
 
 
 class _SortTokens(torch.autograd.Function):
-    """[T, C] -> [T * k, C], a row per token and expert, sorted by expert; backward without atomics."""
+    """[T, C] -> [T * k, C]: a row per token and expert, by expert; backward without atomics."""
 
     @staticmethod
     def forward(x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor:
