@@ -121,9 +121,9 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, grad, *_):
-    sinks = ctx.saved_tensors[5]
-    dq, dk, dv, dsinks = packed_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.params)
-    return dq, dk, dv, None if sinks is None else dsinks, *[None] * 6
+    tensors = ctx.saved_tensors  # a checkpoint lets them be read once
+    dq, dk, dv, dsinks = packed_backward(grad.contiguous(), *tensors, *ctx.params)
+    return dq, dk, dv, dsinks if dsinks.numel() else None, *[None] * 6
 
 
 packed.register_autograd(_backward, setup_context=_save)

@@ -2,7 +2,7 @@
 
 from .check_rows import check_rows, landmark_lengths
 from .forward_context import current_varlen, forward_context
-from .interface import register
+from .interface import check_lengths, register
 from .layer_check import check_every_layer, record_call
 from .leak_check import (
     embeddings_replaced,
@@ -57,6 +57,7 @@ __all__ = [
     "SequenceLimit",
     "check_default_cache",
     "check_every_layer",
+    "check_lengths",
     "check_packed",
     "check_paged",
     "check_rows",

@@ -23,9 +23,10 @@ def has_router_logits(model: nn.Module) -> bool:
 
 
 def install_router_hooks(model: nn.Module) -> None:
-    """Install Transformers' hooks before a layer is compiled: a graph ignores later ones."""
-    for part in _pretrained(model):
-        maybe_install_capturing_hooks(part)
+    """Install the hooks of a model with router logits; a model with such hooks is not picklable."""
+    if has_router_logits(model):
+        for part in _pretrained(model):
+            maybe_install_capturing_hooks(part)
 
 
 def _pretrained(model: nn.Module) -> list[PreTrainedModel]:

@@ -15,15 +15,19 @@ kernels that read their sources anyway: a fifth less memory for half a percent o
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...attention import Varlen
 from ...attention.hf import (
+    check_lengths,
     collect_router_logits,
     current_varlen,
+    forward_context,
     install_router_hooks,
     refuse_other_outputs,
     returning_router_logits,
@@ -74,14 +78,18 @@ class CompiledForward:
     def __call__(self, layer: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Any:
         if not layer.training or torch.compiler.is_compiling():
             return None
-        boundaries = _boundaries(layer, kwargs)
+        boundaries = _boundaries(layer, args[0], kwargs)
         if boundaries is None:  # a graph cannot read them from positions
             return None
         refuse_other_outputs()
-        cu_seqlens, max_length = boundaries
-        _mark_dynamic(args, kwargs, cu_seqlens)
-        packed = {"cu_seq_lens_q": cu_seqlens, "max_length_q": torch.tensor(max_length)}
-        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        check_lengths(_configured(layer), boundaries)
+        _mark_dynamic(args, kwargs, boundaries.cu_seqlens)
+        max_length: Any = torch.tensor(boundaries.max_length)
+        packed = {"cu_seq_lens_q": boundaries.cu_seqlens, "max_length_q": max_length}
+        context = nullcontext()
+        if current_varlen(layer) is not None:
+            context = forward_context(Varlen(boundaries.cu_seqlens, max_length))
+        with context, torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
             out, router_logits = self._compiled(stock)(layer, *args, **{**kwargs, **packed})
         collect_router_logits(router_logits)
         return out
@@ -94,15 +102,21 @@ def _bind(stock: Callable) -> Callable:
     return forward
 
 
-def _boundaries(layer: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor, int] | None:
-    """Return the boundaries of a packed row, and take them out of a layer's arguments."""
-    varlen = kwargs.get("varlen") or current_varlen(layer)
+def _boundaries(layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> Varlen | None:
+    """Take the boundaries of a packed row out of a layer's arguments, if a graph can use them."""
+    varlen = kwargs.pop("varlen", None) or current_varlen(layer)
     if varlen is not None:
-        is_packed = varlen.pages is None and varlen.group is None
-        return (varlen.cu_seqlens, varlen.max_length) if is_packed else None
+        return varlen if varlen.pages is None and varlen.group is None else None
     names = "cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k"
     cu_seqlens, max_length, *_ = (kwargs.pop(name, None) for name in names)
-    return None if cu_seqlens is None else (cu_seqlens, max_length)
+    if cu_seqlens is None:
+        return None
+    return Varlen(cu_seqlens, x.shape[0] * x.shape[1] if max_length is None else int(max_length))
+
+
+def _configured(layer: nn.Module) -> nn.Module:
+    """Return the module inside a layer that knows the model's config: its attention."""
+    return next((module for module in layer.modules() if "config" in vars(module)), layer)
 
 
 def _mark_dynamic(args: Any, kwargs: dict[str, Any], cu_seqlens: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import tiny_run
 import torch
@@ -40,22 +42,51 @@ def test_fixed_shapes_compile_the_whole_step_into_one_graph():
     assert counter.frame_count == 1
 
 
-def test_all_layers_share_one_graph():
+def test_one_graph_serves_all_layers_and_packs():
     counter = CompileCounterWithBackend("eager")
     model = tiny_run.model()
-    assert compile_layers(model, backend=counter) == 2
-    for batch in batches(fixed_sequences=16):
+    assert compile_layers(model, backend=counter).names == ["LlamaDecoderLayer"]
+    for batch in batches():
         model(**batch).loss.backward()
     assert counter.frame_count == 1
 
 
-def test_natural_boundaries_compile_a_bounded_number_of_times():
+def test_an_evaluation_runs_uncompiled_and_compiles_nothing():
     counter = CompileCounterWithBackend("eager")
-    model = tiny_run.model()
+    model, stock, batch = tiny_run.model(), tiny_run.model(), batches()[0]
     compile_layers(model, backend=counter)
-    for batch in batches(pad_to_budget=True):
-        model(**batch).loss.backward()
-    assert counter.frame_count <= 4
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**batch).loss, stock.eval()(**batch).loss)
+    assert counter.frame_count == 0
+
+
+def test_a_copy_and_a_saved_model_compile_their_own_weights(tmp_path):
+    model, batch = tiny_run.model(), batches()[0]
+    compiled = compile_layers(model, backend="eager")
+    names = list(model.state_dict())
+    copy = deepcopy(model)
+    torch.save(model, tmp_path / "model.pt")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.zero_()
+    for other in (copy, torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert not torch.equal(other(**batch).loss, model(**batch).loss)
+    compiled.undo()
+    assert type(model.model.layers[0]).__name__ == "LlamaDecoderLayer"
+    assert list(model.state_dict()) == names
+
+
+def test_compiled_experts_give_the_gradients_of_stock_ones():
+    stock = tiny_run.mixture()
+    compiled, counter = deepcopy(stock), CompileCounterWithBackend("aot_eager")
+    compile_layers(compiled, backend=counter)
+    for batch in batches()[:3]:
+        for model in (stock, compiled):
+            attach_loss(model)
+            model.zero_grad()
+            model(**batch).loss.backward()
+        gradients = ({n: p.grad for n, p in m.named_parameters()} for m in (compiled, stock))
+        assert tiny_run.distance(*gradients) < 2e-6
+    assert counter.frame_count == 1
 
 
 def test_compiled_layers_give_the_gradient_of_samples_one_by_one():
@@ -63,7 +94,7 @@ def test_compiled_layers_give_the_gradient_of_samples_one_by_one():
     gold = tiny_run.gold_gradient(model, packs()[:1])
     attach_loss(model)
     compile_layers(model, backend="aot_eager")
-    model(**batches(fixed_sequences=16)[0]).loss.backward()
+    model(**batches()[0]).loss.backward()
     ours = {name: p.grad for name, p in model.named_parameters()}
     assert tiny_run.distance(ours, gold) < 2e-6
 
@@ -71,7 +102,7 @@ def test_compiled_layers_give_the_gradient_of_samples_one_by_one():
 def test_a_hook_that_comes_after_the_first_step_changes_compiled_layers():
     eager, compiled = tiny_run.model(), tiny_run.model()
     compile_layers(compiled, backend="eager")
-    batch = batches(fixed_sequences=16)[0]
+    batch = batches()[0]
     before = compiled(**batch).loss
     for model in (eager, compiled):
         model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, out: out * 30)
@@ -80,7 +111,7 @@ def test_a_hook_that_comes_after_the_first_step_changes_compiled_layers():
 
 
 def test_asking_compiled_layers_for_hidden_states_raises_and_changes_nothing():
-    model, batch = tiny_run.model(), batches(fixed_sequences=16)[0]
+    model, batch = tiny_run.model(), batches()[0]
     attach_loss(model)
     compile_layers(model, backend="eager")
     before = model(**batch).loss
@@ -99,7 +130,7 @@ def test_a_forward_without_boundaries_runs_as_without_compiled_layers():
 
 @pytest.mark.slow
 def test_normed_and_gated_states_are_not_kept_for_the_backward():
-    model, batch = tiny_run.model(), batches(fixed_sequences=16)[0]
+    model, batch = tiny_run.model(), batches()[0]
     attach_loss(model)
 
     def kept(layers_compiled: dict) -> int:
