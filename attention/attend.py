@@ -7,7 +7,6 @@ attend ─▶ select a backend ─┬─ no pages ─▶ packed: keys are the st
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +60,7 @@ def attend(
     pages = varlen.pages
     if pages is None:
         if torch.compiler.is_compiling():
-            return _attend_in_graph(q, k, v, varlen, score_params)
+            return custom_ops.attend_packed(q, k, v, varlen, score_params)
         name = select_backend(call_spec(q, k, v, score_params, varlen), backend)
         return BACKEND_MODULES[name].packed(q, k, v, varlen, score_params)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -79,18 +78,6 @@ def attend(
         write(k, v, keys, values, pages.kv_slots)
         out = BACKEND_MODULES[name].paged(q, keys, values, varlen, score_params)
     return out.to(v.dtype)
-
-
-def _attend_in_graph(
-    q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, params: ScoreParams
-) -> Tensor:
-    """Attend inside a graph that torch.compile traces: one operator, whatever the boundaries."""
-    max_length: Any = varlen.max_length
-    if not isinstance(max_length, Tensor):
-        max_length = torch.tensor(max_length)
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    tensors = (q, k, v, params.sinks, varlen.cu_seqlens, max_length)
-    return custom_ops.packed(*tensors, params.scale, params.window, params.softcap, grad)[0]
 
 
 def attend_cached(q: Tensor, varlen: Varlen, *, layer: int, scale: float) -> Tensor:

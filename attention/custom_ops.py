@@ -7,6 +7,8 @@ longest sequence is a value, not a shape: one graph serves every row, whatever i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,16 @@ def attend_pages(
 @attend_pages.register_fake
 def _(q: Tensor, keys: Tensor, values: Tensor, *rest) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], values.shape[-1])
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, params: ScoreParams) -> Tensor:
+    """Attend inside each sequence of a packed row, in a graph that torch.compile traces."""
+    max_length: Any = varlen.max_length
+    if not isinstance(max_length, Tensor):
+        max_length = torch.tensor(max_length)
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    tensors = (q, k, v, params.sinks, varlen.cu_seqlens, max_length)
+    return packed(*tensors, params.scale, params.window, params.softcap, grad)[0]
 
 
 @torch.library.custom_op("nopad::packed", mutates_args=())
@@ -102,8 +114,8 @@ def packed_backward(
         ScoreParams(scale, window, softcap, sinks),
     )
     module = BACKEND_MODULES[BACKENDS[int(backend)]]
-    dq, dk, dv, *dsinks = module.backward(grad, q, k, v, out, lse, varlen, score_params)
-    return dq, dk, dv, *(dsinks or [q.new_empty(0)])
+    dq, dk, dv, *rest = module.backward(grad, q, k, v, out, lse, varlen, score_params)
+    return dq, dk, dv, rest[0] if rest else q.new_empty(0)
 
 
 @packed_backward.register_fake

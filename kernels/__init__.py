@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .attention_tile import padded_dim
     from .cross_entropy import losses_and_gradient, scale_tensor
     from .fused_decode import MAX_FUSED_SEQS, fused_decode_attention, fused_decode_tiles
+    from .grouped_gemm import grouped_mm
     from .kv_write import write_kv
     from .launch import sm_count, supports_pdl
     from .norm import (
@@ -63,6 +64,7 @@ __all__ = [
     "gated_gemm",
     "gated_gemm_tiles",
     "gemm_tiles",
+    "grouped_mm",
     "losses_and_gradient",
     "padded_dim",
     "paged_attention_decode",
@@ -86,6 +88,7 @@ _MODULES = {
     "attention_tile": ("padded_dim",),
     "cross_entropy": ("losses_and_gradient", "scale_tensor"),
     "fused_decode": ("MAX_FUSED_SEQS", "fused_decode_attention", "fused_decode_tiles"),
+    "grouped_gemm": ("grouped_mm",),
     "kv_write": ("write_kv",),
     "launch": ("sm_count", "supports_pdl"),
     "norm": (

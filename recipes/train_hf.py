@@ -37,7 +37,7 @@ def add_training_options(parser: argparse.ArgumentParser, recipe: str, learning_
     add("--warmup", type=count, default=10, help="warmup steps")
     add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
     switch: Any = {"action": argparse.BooleanOptionalAction, "default": False}
-    add("--compile", help="torch.compile the layers; pads every pack to the budget", **switch)
+    add("--compile", help="torch.compile the layers", **switch)
     add("--checkpointing", help="gradient checkpointing, to save memory", **switch)
     add = parser.add_argument_group("run").add_argument
     arguments.add_run_options(add, recipe, save_every=100)
@@ -122,7 +122,6 @@ def fit(
 
     examples: prompts with references, to continue every `args.eval_every` steps.
     """
-    from nopad.collators import PackedCollator
     from nopad.recipes.support.holdout import continuation_evals
     from nopad.trainer.fused import compile_layers
     from nopad.trainer.monitoring import check_weights
@@ -136,8 +135,7 @@ def fit(
     trainer = PackedTrainer(
         model,
         settings,
-        PackedCollator(pad_to_budget=args.compile),
-        data,
+        train_dataset=data,
         processing_class=tokenizer,
         callbacks=[StopCallback(), StartCallback()],
         sequence_parallel=args.sequence_parallel,

@@ -789,7 +789,8 @@ FAULTS = {
     "compiled layers return no router logits": (
         "trainer/loss/test_auxiliary_loss.py::test_compiled_layers_have_the_same_from_one_graph",
         "nopad.attention.hf.router_logits",
-        "right = _call_layer\n_call_layer = lambda *a, **k: (right(*a, **k)[0], [])",
+        "right = returning_router_logits\n"
+        "returning_router_logits = lambda *a, **k: (right(*a, **k)[0], [])",
     ),
     "the head is taken as it is": (
         "trainer/loss/test_head_bypass.py", "nopad.trainer.loss.head_bypass",
@@ -1143,12 +1144,12 @@ FAULTS = {
     "compiled layers ignore later hooks": (
         "trainer/fused/test_compile_layers.py::"
         "test_a_hook_that_comes_after_the_first_step_changes_compiled_layers",
-        "nopad.attention.hf.router_logits",
-        "from contextlib import nullcontext\n"
-        "right, torch = torch, type(torch)('torch')\n"
-        "torch.__dict__.update(vars(right))\n"
-        "torch._dynamo = type('Dynamo', (), {'config': type('Config', (), {})})\n"
-        "torch._dynamo.config.patch = lambda **_: nullcontext()",
+        "nopad.trainer.fused.compile_layers",
+        "DYNAMO['skip_nnmodule_hook_guards'] = True",
+    ),
+    "every pack is compiled": (
+        "trainer/fused/test_compile_layers.py::test_one_graph_serves_all_layers_and_packs",
+        "nopad.trainer.fused.compile_layers", "_mark_dynamic = lambda *_: None",
     ),
     "a validation clears the gradients of a manual step": (
         "trainer/with_lightning/test_own_steps.py::"

@@ -15,7 +15,8 @@ from ...runtime import is_out_of_memory
 from ..paging.cache import PagedCache
 from ..reference import reference
 from ..varlen import Pages, Varlen
-from .call_spec import Backend, CallSpec, ScoreParams
+from .backend import Backend
+from .call_spec import CallSpec, ScoreParams
 
 _COMMON_DIM = 64
 """A head dim that every build of every library supports."""

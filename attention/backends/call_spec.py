@@ -1,9 +1,9 @@
-"""What a backend is asked: `CallSpec` and `ScoreParams` of a call, and the protocol `Backend`."""
+"""The description of an attention call that a backend is selected by: `CallSpec`, `ScoreParams`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,45 +106,3 @@ def call_spec(
 
 class NotCapturable(RuntimeError):
     """A backend reads lengths on the host, so its calls cannot be captured in a CUDA graph."""
-
-
-class Backend(Protocol):
-    """The functions of a backend's module; one without `packed` or `paged` omits it."""
-
-    def unsupported_reason(self, spec: CallSpec) -> str | None:
-        """Return the declared limit that rules a call out; None if there is none."""
-
-    def packed(
-        self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams
-    ) -> Tensor:
-        """Attend to the keys of this step; differentiable."""
-        ...
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams
-    ) -> tuple[Tensor, Tensor]:
-        """Attend like `packed`, without autograd; return T * H numbers for `backward` as well."""
-        ...
-
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        varlen: Varlen,
-        score_params: ScoreParams,
-    ) -> tuple[Tensor, ...]:
-        """Return contiguous gradients of q, k and v, and of the sinks if it has them.
-
-        out, lse: what `forward` returned; `lse` flat.
-        """
-        ...
-
-    def paged(
-        self, q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, score_params: ScoreParams
-    ) -> Tensor:
-        """Attend to all keys in the pages of one layer, including those of this step."""
-        ...

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..reference import causal_mask
 from ..varlen import Varlen
 from .call_spec import CallSpec, NotCapturable, ScoreParams
-from .sdpa_backward import packed_backward
+from .sdpa_backward import backward  # noqa: F401 (a function of every backend)
 from .sdpa_batching import Batch, PlanKey, SharedPrefix, additive_mask, plan
 
 _share_prefixes: ContextVar[bool] = ContextVar("nopad_share_prefixes", default=True)
@@ -60,20 +60,6 @@ def forward(
     """Attend like `packed`, without autograd; nothing but the inputs is kept for the backward."""
     unused = q.new_empty(q.shape[:2], dtype=torch.float32)
     return packed(q, k, v, varlen, score_params), unused
-
-
-def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    varlen: Varlen,
-    score_params: ScoreParams,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and the sinks."""
-    return packed_backward(grad, q, k, v, varlen, score_params)
 
 
 def paged(

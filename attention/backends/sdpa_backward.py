@@ -19,8 +19,15 @@ from ..varlen import Varlen
 from .call_spec import ScoreParams
 
 
-def packed_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    varlen: Varlen,
+    score_params: ScoreParams,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and the sinks (empty without sinks)."""
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))

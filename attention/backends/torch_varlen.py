@@ -17,7 +17,7 @@ try:
 
     _parameters = set(inspect.signature(varlen_attn).parameters)
 except ImportError:
-    varlen_attn, _parameters = None, set()
+    varlen_attn, AuxRequest, _parameters = None, None, set()
 
 
 def unsupported_reason(spec: CallSpec) -> str | None:
@@ -51,6 +51,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams
 ) -> tuple[Tensor, Tensor]:
     """Attend like `packed`, without autograd; return the log-sum-exp [H, T] as well."""
+    assert AuxRequest is not None
     out, lse = _attend(q, k, v, varlen, score_params, return_aux=AuxRequest(lse=True))
     return out[..., : v.shape[-1]], lse
 

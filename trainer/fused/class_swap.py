@@ -117,3 +117,36 @@ def has_no_hooks(module: nn.Module) -> bool:
 def is_plain_linear(module: Any) -> bool:
     """Whether a module is an `nn.Linear` without adapter, quantized weight or hooks."""
     return type(module) is nn.Linear and has_no_hooks(module)
+
+
+class FusedLayers:
+    """The modules of a model whose class was swapped, by `fuse_layers` or `compile_layers`."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        """The classes and functions that have fused kernels now."""
+        self._swaps: dict[int, tuple[nn.Module, type, type]] = {}
+        """By id: each module, the class it had before and its fused class."""
+
+    def undo(self) -> None:
+        """Give every module its class back; call it before any other wrapper changes the module."""
+        for module, _, fused in self._swaps.values():
+            if type(module) is not fused:
+                raise ValueError(
+                    f"the class of a {fused.__name__} is {type(module)} by now, not the one that "
+                    "fuse_layers gave it: undo before fully_shard, or remove that wrapper first"
+                )
+        for module, stock, _ in self._swaps.values():
+            module.__class__ = stock
+            vars(module).pop(SETTINGS, None)
+        self._swaps, self.names = {}, []
+
+    def swap(self, module: nn.Module, fused: type) -> None:
+        _, stock, _ = self._swaps.get(id(module), (None, type(module), None))
+        self._swaps[id(module)] = module, stock, fused
+        module.__class__ = fused
+        vars(module)[SETTINGS] = settings(module)
+
+    def add_name(self, name: str) -> None:
+        if name not in self.names:
+            self.names.append(name)

@@ -14,6 +14,7 @@ kernels that read their sources anyway: a fifth less memory for half a percent o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -32,9 +33,13 @@ from ...attention.hf import (
     refuse_other_outputs,
     returning_router_logits,
 )
-from .class_swap import add_forward
-from .fuse_layers import FusedLayers
-from .fusion_patterns import ExpertsPart
+from .class_swap import FusedLayers, add_forward
+from .experts import ExpertsPart
+
+log = logging.getLogger("nopad.trainer")
+
+DYNAMO = {"skip_nnmodule_hook_guards": False}
+"""Settings of torch.compile: by default, a graph ignores hooks that come after its first call."""
 
 
 def compile_layers(model: nn.Module, **options: Any) -> FusedLayers:
@@ -58,7 +63,9 @@ def compile_layers(model: nn.Module, **options: Any) -> FusedLayers:
     forward = CompiledForward({"fullgraph": True, "backend": recompute_backend, **options})
     compiled = FusedLayers()
     for experts in filter(ExpertsPart.matches, model.modules()):
-        compiled.swap(experts, add_forward(type(experts), ExpertsPart.forward))
+        grouped = add_forward(type(experts), ExpertsPart.forward)
+        if ExpertsPart.verify(experts, grouped, next(experts.parameters()).device):
+            compiled.swap(experts, grouped)
     for layer in layers:
         compiled.swap(layer, add_forward(type(layer), forward))
         compiled.add_name(type(layer).__name__)
@@ -69,7 +76,7 @@ class CompiledForward:
     """A layer's forward, compiled: see `class_swap.Forward`."""
 
     def __init__(self, options: dict[str, Any]):
-        self._options = options
+        self._options, self._logged_group = options, False
         self._compiled = cache(lambda stock: torch.compile(_bind(stock), **options))
 
     def __reduce__(self) -> tuple:
@@ -79,7 +86,12 @@ class CompiledForward:
         if not layer.training or torch.compiler.is_compiling():
             return None
         boundaries = _boundaries(layer, args[0], kwargs)
-        if boundaries is None:  # a graph cannot read them from positions
+        if boundaries is None or boundaries.pages is not None:
+            return None  # a graph cannot read boundaries from positions
+        if boundaries.group is not None:
+            if not self._logged_group:
+                log.warning("sequence-parallel rows run uncompiled")
+            self._logged_group = True
             return None
         refuse_other_outputs()
         check_lengths(_configured(layer), boundaries)
@@ -89,7 +101,7 @@ class CompiledForward:
         context = nullcontext()
         if current_varlen(layer) is not None:
             context = forward_context(Varlen(boundaries.cu_seqlens, max_length))
-        with context, torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        with context, torch._dynamo.config.patch(DYNAMO):
             out, router_logits = self._compiled(stock)(layer, *args, **{**kwargs, **packed})
         collect_router_logits(router_logits)
         return out
@@ -103,10 +115,10 @@ def _bind(stock: Callable) -> Callable:
 
 
 def _boundaries(layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> Varlen | None:
-    """Take the boundaries of a packed row out of a layer's arguments, if a graph can use them."""
+    """Take the boundaries of a row out of a layer's arguments; None where there are none."""
     varlen = kwargs.pop("varlen", None) or current_varlen(layer)
     if varlen is not None:
-        return varlen if varlen.pages is None and varlen.group is None else None
+        return varlen
     names = "cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k"
     cu_seqlens, max_length, *_ = (kwargs.pop(name, None) for name in names)
     if cu_seqlens is None:

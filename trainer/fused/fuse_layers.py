@@ -20,44 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from ...runtime import STOCK_CLASS, gather_objects
-from .class_swap import SETTINGS, add_forward, can_run, fused_forwards, settings
+from .class_swap import FusedLayers, add_forward, can_run, fused_forwards, settings
+from .compile_layers import CompiledForward
 from .fusion_patterns import PARTS, RotaryPart
 from .rotary_patch import FUNCTION
 
 log = logging.getLogger("nopad.trainer")
-
-
-class FusedLayers:
-    """What `fuse_layers` replaced in a model."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        """The classes and functions that have fused kernels now."""
-        self._swaps: dict[int, tuple[nn.Module, type, type]] = {}
-        """By id: each module, the class it had before and its fused class."""
-
-    def undo(self) -> None:
-        """Give every module its class back; call it before any other wrapper changes the module."""
-        for module, _, fused in self._swaps.values():
-            if type(module) is not fused:
-                raise ValueError(
-                    f"the class of a {fused.__name__} is {type(module)} by now, not the one that "
-                    "fuse_layers gave it: undo before fully_shard, or remove that wrapper first"
-                )
-        for module, stock, _ in self._swaps.values():
-            module.__class__ = stock
-            vars(module).pop(SETTINGS, None)
-        self._swaps, self.names = {}, []
-
-    def swap(self, module: nn.Module, fused: type) -> None:
-        _, stock, _ = self._swaps.get(id(module), (None, type(module), None))
-        self._swaps[id(module)] = module, stock, fused
-        module.__class__ = fused
-        vars(module)[SETTINGS] = settings(module)
-
-    def add_name(self, name: str) -> None:
-        if name not in self.names:
-            self.names.append(name)
 
 
 def fuse_layers(model: nn.Module, device: torch.device | None = None) -> FusedLayers:
@@ -131,10 +99,14 @@ def _eager_modules(module: nn.Module) -> Iterator[nn.Module]:
     compiled = {
         id(inner)
         for outer in module.modules()
-        if outer._compiled_call_impl is not None
+        if outer._compiled_call_impl is not None or _is_compiled_layer(outer)
         for inner in outer.modules()
     }
     return (inner for inner in module.modules() if id(inner) not in compiled)
+
+
+def _is_compiled_layer(module: nn.Module) -> bool:
+    return any(isinstance(forward, CompiledForward) for forward in fused_forwards(type(module)))
 
 
 def _classes(modules: list[nn.Module], part: Any) -> list[type]:

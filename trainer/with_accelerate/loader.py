@@ -34,7 +34,7 @@ from ...runtime import Layout, find_layout, join_sequence_group, unwrap_peft
 from ..data.data_state import STATE_FILE, load_data_state, save_data_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader
 from ..data.plain_data import check_plain, pack_like, pack_plain, refuse_plain_settings
-from ..fused.fuse_layers import FusedLayers, fuse_layers
+from ..fused import FusedLayers, fuse_layers
 from ..loss.attached_loss import AttachedLoss, attach_loss
 from ..monitoring.finite_check import OWN_LOSS, FiniteCheck
 from ..monitoring.preflight import (

@@ -1,4 +1,4 @@
-"""`experts_implementation="nopad"`: all experts of a layer by grouped products.
+"""The experts of a layer by grouped products.
 
     tokens ─▶ rows sorted by expert ─▶ up ─▶ gate ─▶ down ─▶ weighted, summed by token
 
@@ -13,9 +13,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.grouped_mm import grouped_mm
+from ...kernels import grouped_mm
+from .equivalence import outputs_match, trial_copies, trial_input
 
-EXPERTS_IMPLEMENTATION = "nopad"
+
+class ExpertsPart:
+    """The experts of a layer, by grouped products in the dtype of autocast; also in graphs."""
+
+    @staticmethod
+    def matches(module: Any) -> bool:
+        names = {"num_experts", "has_gate", "has_bias", "is_transposed", "has_post_expert_norm"}
+        return names <= vars(module).keys() and module.config._experts_implementation in _STOCK
+
+    @staticmethod
+    def forward(module: Any, fallback: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+        if len(args) != 3 or kwargs or module._is_expert_parallel:
+            return None
+        return experts_forward(module, *args)
+
+    @staticmethod
+    def verify(module: Any, fused_class: Any, device: torch.device) -> bool:
+        return all(
+            _experts_match(copy, fused_class)
+            for copy in trial_copies(module, device)
+            if next(copy.parameters()).dtype == torch.float32
+        )
+
+
+_STOCK = None, "eager", "grouped_mm", "batched_mm"
+"""Ways of Transformers to run experts; a user who names another one wants just that."""
+
+
+def _experts_match(experts: Any, fused_class: Any) -> bool:
+    weights = list(experts.parameters())
+    up = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    x = trial_input(up, experts.num_experts, up.shape[1 if experts.is_transposed else 2])
+    first = torch.arange(experts.num_experts, device=x.device)
+    chosen = torch.stack([first, (first + 1) % experts.num_experts], -1)
+    shares = trial_input(up, *chosen.shape)
+    stock, fused = (
+        lambda x, shares, cls=cls: cls.forward(experts, x, chosen, shares)
+        for cls in (type(experts), fused_class)
+    )
+    return outputs_match(stock, fused, [x, shares], weights)
 
 
 def experts_forward(
@@ -67,7 +107,7 @@ class _SortTokens(torch.autograd.Function):
         ctx.save_for_backward(inverse)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (inverse,) = ctx.saved_tensors
         grads = grad[inverse].view(-1, ctx.top_k, grad.shape[-1])
         return grads.sum(1), None, None, None
@@ -85,6 +125,6 @@ class _Reorder(torch.autograd.Function):
         ctx.save_for_backward(inputs[2])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (inverse,) = ctx.saved_tensors
         return grad[inverse], None, None

@@ -24,7 +24,7 @@ def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     [2.0, 2.0, 10.0]
     """
     if _has_kernel(x):
-        return torch._grouped_mm(x, w.transpose(1, 2), offs=offsets)
+        return torch.nn.functional.grouped_mm(x, w.transpose(1, 2), offs=offsets)
     out = x.new_zeros(len(x), w.shape[1])
     for expert, rows in _groups(offsets):
         torch.mm(x[rows], w[expert].T, out=out[rows])
@@ -40,7 +40,7 @@ def _(x, w, offsets):
 def grouped_outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """Sum the outer products of the rows of each expert: [S, N], [S, K] -> [E, N, K]."""
     if _has_kernel(a):
-        return torch._grouped_mm(a.T, b, offs=offsets)
+        return torch.nn.functional.grouped_mm(a.T, b, offs=offsets)
     out = a.new_zeros(len(offsets), a.shape[1], b.shape[1])
     for expert, rows in _groups(offsets):
         torch.mm(a[rows].T, b[rows], out=out[expert])
