@@ -263,8 +263,8 @@ def test_an_adapter_is_examined_with_its_model(tmp_path, capsys):
 
 
 def test_parity_of_generation_and_training_is_told_by_dtype_and_backend(capsys, monkeypatch):
-    monkeypatch.setattr(doctor_parity, "PROMPT_LENGTHS", (1, 5, 17))  # Triton may be interpreted
-    monkeypatch.setattr(doctor_parity, "MAX_TOKENS", 4)
+    monkeypatch.setattr(doctor_parity, "PROMPT_LENGTHS", (1, 17))  # Triton may be interpreted
+    monkeypatch.setattr(doctor_parity, "MAX_TOKENS", 2)
     assert main(["llama", "--parity"]) == 0
     text = capsys.readouterr().out
     rows = {tuple(r[:2]): r for r in (line.split() for line in text.splitlines()) if len(r) > 5}
@@ -334,6 +334,7 @@ def test_lengths_that_are_too_long_for_the_check_are_named():
 
 
 def test_parity_keeps_within_the_chunks_of_a_model(capsys, monkeypatch):
+    monkeypatch.setattr(doctor_parity, "PROMPT_LENGTHS", (1, 90))
     monkeypatch.setattr(doctor_parity, "MAX_TOKENS", 4)
     assert main(["llama4_text", "--parity"]) == 0
     assert "TOO LARGE" not in capsys.readouterr().out
