@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 
 ROOT = Path(__file__).parents[1]
 PATHS = {
@@ -29,7 +28,7 @@ def listed(heading: str) -> tuple[list[str], list[str]]:
 def test_every_file_on_the_path_is_listed(path):
     on_path, beside = listed(PATHS[path][0])
     script = Path(__file__).parent / "support/trace_path.py"
-    ran = subprocess.run([sys.executable, script, path], capture_output=True, text=True)
+    ran = warm_python.run([script, path])
     assert ran.returncode == 0, ran.stderr[-2000:]
     called = json.loads(ran.stdout.splitlines()[-1])
     assert set(called) - {*on_path, *beside} == set(), "called, but not in CONTRIBUTING"

@@ -45,6 +45,8 @@ def unread_exits(source: str) -> list[str]:
 
     One that hands the finished process on leaves that to whoever calls it.
     """
+    if not re.search(MODULE, source):
+        return []
     tree = ast.parse(source)
     handing, wrong = set(), []
     for function in functions(tree):

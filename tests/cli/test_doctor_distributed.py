@@ -44,7 +44,7 @@ def test_groups_that_a_number_of_ranks_does_not_allow_are_skipped(monkeypatch):
     assert str(row) == "SP           skipped 3 ranks do not form equal groups of 2, 4 or 8"
 
 
-def test_several_tensor_parallel_groups_are_skipped_on_transformers_that_cannot_shard_them(
+def test_tensor_parallel_groups_that_cannot_be_sharded_are_skipped(
     monkeypatch,
 ):
     monkeypatch.setattr("transformers.__version__", "5.17.3")

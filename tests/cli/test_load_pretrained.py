@@ -20,7 +20,7 @@ def test_a_tokenizer_may_lie_at_home(checkpoint_dir, monkeypatch):
         load_pretrained.load_tokenizer("~")
 
 
-def test_a_tokenizer_that_cannot_be_reached_is_told_that_there_is_no_such_folder(
+def test_a_tokenizer_that_cannot_be_reached_is_no_such_folder(
     monkeypatch,
 ):
     def unreachable(path, **options):

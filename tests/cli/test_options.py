@@ -60,7 +60,7 @@ def test_help_tells_of_every_command_and_of_the_version(capsys):
     assert all(f"  {name} " in text for name in (*COMMANDS, "--version"))
 
 
-def test_errors_speak_of_options_also_where_values_are_patterns_and_not_inside_paths():
+def test_errors_name_options_and_leave_paths_alone():
     message = as_cli_message('data/dtype=1/x.bin: glob="*.jsonl" finds nothing, say dtype="uint16"')
     assert message == "data/dtype=1/x.bin: --glob *.jsonl finds nothing, say --dtype uint16"
 
@@ -131,7 +131,7 @@ def test_output_goes_anywhere(command, monkeypatch, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_the_layouts_and_overflows_of_the_command_line_are_those_of_the_api():
+def test_layouts_and_overflows_are_those_of_the_api():
     from nopad.cli import options
     from nopad.packing.encoding import row_format
     from nopad.packing.planning import Overflow

@@ -102,8 +102,9 @@ def test_text_without_a_tokenizer_raises_at_once(tiny):
         engine.generate([], {"heat": 1})
 
 
-def test_mixes_of_good_and_poisonous_requests_always_return_one_completion_each(tiny, monkeypatch):
-    """B6: bad ids, empty prompts, bad settings and NaN logits, in 1000 random mixes."""
+@pytest.mark.parametrize("mixes", [200, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_poisonous_request_harms_itself_only(mixes, tiny, monkeypatch):
+    """B6: bad ids, empty prompts, bad settings and NaN logits, in random mixes."""
     model = tiny("llama")
     engine = Engine(model, page_size=16)
     poison = 96  # a request that contains it gets logits that are not numbers
@@ -120,7 +121,7 @@ def test_mixes_of_good_and_poisonous_requests_always_return_one_completion_each(
     monkeypatch.setattr(runner, "_forward", poisoned)
     rng = random.Random(0)
     short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    for _ in range(1000):
+    for _ in range(mixes):
         names = [rng.choice(list(kinds)) for _ in range(rng.randint(1, 4))]
         out = engine.generate([kinds[name] for name in names], short)
         assert len(out) == len(names)

@@ -54,7 +54,7 @@ def states_and_digests(tools, data):
     return states, digests
 
 
-@pytest.mark.parametrize("kills_each", [20, pytest.param(125, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills_each", [10, pytest.param(125, marks=pytest.mark.slow)])
 def test_kills_anywhere_continue_with_the_identical_stream(kinds, tools, tmp_path, kills_each):
     """A1, on the core: a kill is a state read back from disk by a process that knows nothing."""
     rng, kills, lost = random.Random(0), 0, 0

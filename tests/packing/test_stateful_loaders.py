@@ -22,7 +22,7 @@ def test_torchdatas_loader_resumes_exactly(make, tools, kind, workers):
         return StatefulDataLoader(data, batch_size=None, num_workers=workers)
 
     whole = [tools.digest(pack) for pack in loader()]
-    for cut in (0, 1, 6, 33, len(whole) - 1):
+    for cut in (1, 33) if workers else (0, 1, 6, 33, len(whole) - 1):
         assert tools.resumed(loader, cut) == whole
 
 

@@ -88,7 +88,7 @@ def same_weights(a: Path, b: Path) -> bool:
     return left.keys() == right.keys() and all((left[k] == right[k]).all() for k in left)
 
 
-def test_same_seed_same_losses_and_a_killed_run_resumes_to_the_same_weights(tmp_path, arguments):
+def test_a_killed_run_resumes_to_the_same_losses_and_weights(tmp_path, arguments):
     done = run(*arguments, "--steps", "9", "--output", "whole", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -43,7 +43,7 @@ def test_rows_of_another_layout_are_read_and_held_out(tmp_path):
          "--max-length 65 is longer than a pack of --budget 64"),
     ],
 )  # fmt: skip
-def test_the_first_thing_said_is_what_is_wrong_in_words_of_the_command_line(
+def test_what_is_wrong_is_said_first_in_words_of_the_command_line(
     rows, more, advice, tmp_path, capsys
 ):
     with pytest.raises(ValueError) as error:

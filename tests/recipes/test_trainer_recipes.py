@@ -134,7 +134,7 @@ def test_text_for_a_tokenizer_without_an_end_token_is_refused(recipe, tmp_path, 
 def test_a_token_that_the_model_does_not_have_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = [small_inputs.checkpoint(tmp_path, vocab_size=90), "--output", "o"]
-    argv += ["--data", small_inputs.chats(tmp_path)]
+    argv += ["--data", small_inputs.chats(tmp_path), "--budget", "64"]
     with pytest.raises(ValueError, match="token 101 is outside the model's vocabulary of 90"):
         small_inputs.train("sft", [*argv, "--tokenizer", small_inputs.tokenizer(tmp_path)])
 

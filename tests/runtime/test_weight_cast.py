@@ -9,7 +9,6 @@ from typing import ClassVar
 import pytest
 import torch
 from nopad.runtime import cast_weight
-from nopad.runtime.weight_cast import _copies
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -58,9 +57,11 @@ def test_the_micro_batches_of_a_step_share_one_copy(weight, set_to_none):
         expected = 2 if step == 0 else 1  # the first step shows that gradients are accumulated
         assert micro_batches(weight, 4) == expected
         assert torch.equal(Scale.copies[-1], weight.to(BF16))
+        kept = weakref.ref(Scale.copies[-1])
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
-        assert _copies[weight].tensor is None, "freed after the step"
+        Scale.copies.clear()
+        assert kept() is None, "freed after the step"
 
 
 class DataWriter(torch.optim.Optimizer):
@@ -94,7 +95,7 @@ def test_between_steps_nothing_is_reused(weight):
 
 def test_an_evaluation_within_a_step_keeps_and_reuses_nothing(weight):
     micro_batches(weight, 2)
-    trained = _copies[weight].tensor
+    trained = Scale.copies[-1]
     weight.data.mul_(3)  # an average of the weights is swapped in
     with torch.no_grad():
         assert torch.equal(cast_weight(weight, BF16), weight.to(BF16))
@@ -111,9 +112,11 @@ def test_a_counted_change_within_a_step_is_seen(weight):
 
 def test_without_accumulation_nothing_is_kept(weight):
     assert micro_batches(weight, 1) == 1
-    assert _copies[weight].tensor is None
+    copy = weakref.ref(Scale.copies.pop())
+    assert copy() is None
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    assert cast_weight(frozen, BF16) is not cast_weight(frozen, BF16) and frozen not in _copies
+    copy = weakref.ref(cast_weight(frozen, BF16))
+    assert copy() is None
 
 
 def test_recomputation_in_the_backward_uses_the_copy_of_the_forward(weight):
@@ -129,7 +132,7 @@ def test_recomputation_in_the_backward_uses_the_copy_of_the_forward(weight):
 def test_copies_die_with_their_weights():
     weight = nn.Parameter(torch.ones(2))
     micro_batches(weight, 2)
-    copy = weakref.ref(_copies[weight].tensor)
+    copy = weakref.ref(Scale.copies[-1])
     Scale.copies.clear()
     del weight
     gc.collect()

@@ -45,7 +45,7 @@ def damages(intact: bytes, flips: int) -> list[bytes]:
 def test_every_truncation_and_every_flipped_bit_is_noticed(folder, name):
     assert latest_intact_checkpoint(folder).name == "checkpoint-10"
     path = folder / "checkpoint-10" / name
-    for bad in damages(path.read_bytes(), 1000):
+    for bad in damages(path.read_bytes(), 200):
         path.write_bytes(bad)
         assert latest_intact_checkpoint(folder).name == "checkpoint-9"
     path.unlink()
@@ -71,7 +71,7 @@ def test_a_manifest_may_be_written_again_and_again(folder):
         assert find_damage(checkpoint) is None
 
 
-def test_a_checkpoint_that_is_written_again_is_incomplete_until_its_manifest_is(folder):
+def test_a_checkpoint_is_incomplete_while_it_is_written_again(folder):
     checkpoint = folder / "checkpoint-10"
     for _ in range(2):
         write_manifest(checkpoint)
@@ -127,7 +127,7 @@ def test_a_torn_archive_is_skipped_for_the_intact_one_beside_it(part, tmp_path, 
     assert "step=8.ckpt, step 8; " in said and "last.ckpt is not an intact checkpoint" in said
 
 
-def test_the_archive_of_the_highest_step_is_taken_and_flipped_bits_are_noticed(tmp_path):
+def test_the_intact_archive_of_the_highest_step_is_taken(tmp_path):
     archives(tmp_path, last=4, step_8=8)
     assert latest_intact_archive(tmp_path) == tmp_path / "step=8.ckpt"
     data = bytearray((tmp_path / "step=8.ckpt").read_bytes())

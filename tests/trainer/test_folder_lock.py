@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 
 import pytest
+import warm_python
 from nopad.trainer import lock_folder
 
 HOLDER = """
 import os, sys, time
+os.setsid()
 from pathlib import Path
 from nopad.trainer import lock_folder
 lock = lock_folder(Path(sys.argv[1]))
@@ -24,8 +25,7 @@ time.sleep(300)
 
 @pytest.fixture
 def holder(tmp_path):
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = warm_python.Popen(["-c", HOLDER, tmp_path], stdout=subprocess.PIPE)
     assert process.stdout.readline() == "locked\n"
     yield process
     os.killpg(process.pid, signal.SIGKILL)

@@ -60,9 +60,7 @@ def test_a_packed_bf16_step_is_as_near_to_fp32_as_samples_one_by_one(attention, 
 
 @pytest.mark.parametrize("option", ["bf16", "torch_compile", "gradient_checkpointing"])
 @pytest.mark.parametrize("attention", ["flash_attention_2", "nopad"])
-def test_a_mixed_precision_step_of_the_hf_trainer_is_that_of_samples_one_by_one(
-    attention, option, tmp_path, capsys
-):
+def test_a_mixed_precision_step_is_that_of_samples_one_by_one(attention, option, tmp_path, capsys):
     settings = {"use_cpu": DEVICE == "cpu", "bf16": True, option: True}
     ours = hf(model(attention), dataset(), tmp_path, accumulation=2, **settings)
     ours = {name.replace("_orig_mod.", ""): value for name, value in ours.items()}

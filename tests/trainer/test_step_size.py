@@ -82,7 +82,7 @@ def test_another_number_of_packs_per_step_is_said_once_with_how_to_keep_it(run, 
     assert "To keep 2, accumulate 2 packs per rank" in said
 
 
-def test_the_packs_of_a_step_are_counted_over_all_ranks_and_saved_without_a_rank(tmp_path, capsys):
+def test_the_packs_of_a_step_are_counted_over_all_ranks(tmp_path, capsys):
     """As if two ranks had saved, and three resumed."""
     saved = []
     for rank in range(2):

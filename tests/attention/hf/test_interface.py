@@ -168,8 +168,7 @@ def test_a_compiled_model_looks_at_its_mask_too():
         compiled(input_ids=ids, attention_mask=padded, use_cache=False)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("entries", [0, 1])
+@pytest.mark.parametrize(("compiled", "entries"), [(False, 0), (False, 1), (True, 1)])
 def test_boundaries_that_were_cut_off_are_refused_by_their_shape_alone(compiled, entries):
     """As Accelerate's `prepare` hands them on, which slices every tensor of a batch like a row."""
     torch.compiler.reset()

@@ -14,10 +14,18 @@ import warm_python
 CHILD = Path(__file__).parents[1] / "support" / "fused_child.py"
 
 
-def test_fused_kernels_compute_what_the_modules_compute():
+@pytest.mark.parametrize(
+    "families",
+    [
+        ["qwen3"],  # all that llama has, and norms of queries and keys
+        pytest.param(["llama", "qwen2", "gemma2", "gpt_neox"], marks=pytest.mark.slow),
+    ],
+    ids=len,
+)
+def test_fused_kernels_compute_what_the_modules_compute(families):
     pytest.importorskip("triton", reason="the kernels are Triton's")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    run = warm_python.run([CHILD], env=environment, cwd=Path.home())
+    run = warm_python.run([CHILD, *families], env=environment, cwd=Path.home())
     assert run.returncode == 0 and "finished" in run.stdout, run.stderr[-2000:]
 
 

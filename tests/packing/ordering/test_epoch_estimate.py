@@ -6,14 +6,14 @@ from nopad.packing.ordering import Mixture
 from nopad.packing.ordering.mixture import MixedOrder, estimate_epoch
 
 STRATEGIES = ["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"]
-COUNTS = [900, 300, 2000]
+COUNTS = [450, 150, 1000]
 LENGTHS = np.random.default_rng(0).integers(1, 40, sum(COUNTS))
 WEIGHTS = [
     [1, 1, 1],
     [5, 0.1, 2],
     [3, 1, 0],
-    [[(0, 1.0), (20_000, 0.2)], 0.5, [(0, 0.1), (40_000, 1.0)]],
-    [[(0, 1.0), (9_000, 0.0)], 0.5, 0.5],
+    [[(0, 1.0), (10_000, 0.2)], 0.5, [(0, 0.1), (20_000, 1.0)]],
+    [[(0, 1.0), (4_500, 0.0)], 0.5, 0.5],
 ]
 
 

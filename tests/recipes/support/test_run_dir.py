@@ -47,7 +47,7 @@ def test_a_resume_that_finds_no_run_says_where_it_looked(wrong, tmp_path, monkey
         pretrain.parse_args(["--resume", *wrong])
 
 
-def test_what_may_change_on_a_resume_changes_and_the_rest_is_refused_by_name(started):
+def test_what_may_not_change_on_a_resume_is_refused_by_name(started):
     args = pretrain.parse_args(["--resume", "--prompt", "There", "--save-every", "5"])
     assert (args.prompt, args.save_every, args.budget) == (["There"], 5, 64)
     (started / "new.yaml").write_text("learning-rate: 1e-3\n")
@@ -78,7 +78,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(started, left, ca
     assert (path / "run.json").read_text() == before
 
 
-def test_a_run_whose_only_checkpoint_is_damaged_does_not_silently_begin_again(started):
+def test_a_damaged_only_checkpoint_does_not_begin_the_run_again(started):
     path = Path("runs/pretrain-2/checkpoint-3")
     path.mkdir()
     (path / "weights").write_text("3")
@@ -110,7 +110,7 @@ def test_a_resume_into_another_folder_is_refused(started):
     assert same.output == Path("runs/pretrain-1")
 
 
-def test_a_log_line_torn_by_a_kill_is_dropped_with_the_steps_to_be_taken_again(started):
+def test_a_log_line_torn_by_a_kill_is_dropped(started):
     run = run_dir("--resume")
     for step in (1, 2, 3):
         run.log(step, {"loss": step / 2})
@@ -124,9 +124,7 @@ def test_a_log_line_torn_by_a_kill_is_dropped_with_the_steps_to_be_taken_again(s
         assert len(path.read_text().splitlines()) == 3
 
 
-def test_of_two_runs_started_at_once_the_second_is_told_that_its_folder_is_taken(
-    tmp_path, monkeypatch
-):
+def test_of_two_runs_at_once_the_second_finds_its_folder_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, second = run_dir("--seed", "1"), run_dir("--seed", "2")
     first.start(True)

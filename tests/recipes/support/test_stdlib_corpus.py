@@ -30,7 +30,7 @@ class Large:
 """
 
 
-def test_functions_and_small_classes_are_documents_and_large_classes_are_cut(monkeypatch):
+def test_functions_and_small_classes_are_documents(monkeypatch):
     monkeypatch.setattr(stdlib_corpus, "MAX_CLASS_LINES", 3)
     texts = list(definitions(SOURCE))
     assert [text.splitlines()[0] for text in texts[:2]] == ["@decorated", "class Small:"]

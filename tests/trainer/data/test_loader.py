@@ -89,7 +89,7 @@ def test_the_next_iteration_is_the_next_epoch(workers):
 @pytest.mark.parametrize(
     "options", [{}, {"max_packs": 2}, {"epochs": None, "max_packs": 2}], ids=str
 )
-def test_an_evaluation_set_is_the_same_every_time_and_its_mean_is_that_of_tokens(options):
+def test_an_evaluation_set_is_the_same_every_time(options):
     loader = EvaluationLoader(tiny_run.dataset(23, **options))
     assert tiny_run.dataset(23).count() > 2
     first, second = list(loader), list(loader)
@@ -122,7 +122,7 @@ def test_an_evaluation_holds_few_batches_at_a_time(epochs):
     assert len(alive) == data.count() == 15 and max(alive) <= 3
 
 
-def test_ranks_with_uneven_shares_evaluate_the_whole_set_in_equally_many_batches(monkeypatch):
+def test_ranks_with_uneven_shares_evaluate_the_whole_set(monkeypatch):
     whole = list(tiny_run.dataset())
     assert len(whole) % 2  # one rank gets an empty pack
     counted = float(sum(pack.num_label_tokens for pack in whole))
@@ -149,7 +149,7 @@ def test_an_evaluation_of_sample_means_counts_samples():
     assert float(batches[0]["num_items_in_batch"]) * len(batches) == pytest.approx(weight)
 
 
-def test_what_became_of_long_samples_is_counted_once_an_epoch_or_as_a_stream_goes():
+def test_what_became_of_long_samples_is_counted_once():
     rows = [[1] * 50, [2] * 9, [3] * 70]
     planned = PackedLoader(PackedDataset(rows, budget=32, overflow="truncate"))
     assert planned.overflow_counts() == {"split": 0, "truncated": 2, "dropped": 0, "skipped": 0}

@@ -61,7 +61,7 @@ def test_whoever_dies_it_is_told_and_nothing_is_left(who):
     assert [name for name in shared_memory() if name not in before] == []
 
 
-def test_a_death_that_torch_caught_and_told_in_its_own_words_is_told_in_ours():
+def test_a_death_that_torch_caught_is_told_in_our_words():
     dead = SimpleNamespace(exitcode=-9, name="worker 0", pid=7)
     with WorkerWatch([dead], lambda: "pack 3") as watch:
         watch._raise_if_dead = lambda within=0.0: None  # not yet seen

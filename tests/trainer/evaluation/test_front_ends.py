@@ -10,7 +10,7 @@ from nopad.trainer.evaluation import GenerationEval
 from nopad.trainer.monitoring import ThroughputMeter
 
 
-def test_two_evaluations_of_one_name_would_overwrite_each_other_and_are_refused():
+def test_two_evaluations_of_one_name_are_refused():
     from nopad.trainer.with_lightning import EvalCallback
 
     one, other = GenerationEval(echo, EXAMPLES), GenerationEval(echo, EXAMPLES)
@@ -139,7 +139,7 @@ def test_accelerate_hears_of_a_new_best(tmp_path):
 
 
 @pytest.mark.parametrize("front_end", ["hf", "lightning", "accelerate"])
-def test_an_evaluation_pauses_the_meter_and_its_share_counts_from_the_start(front_end, tmp_path):
+def test_an_evaluation_pauses_the_meter(front_end, tmp_path):
     depths = []
 
     def harness(deadline=None):

@@ -128,7 +128,7 @@ def test_lightning_evaluates_after_the_last_step_once(tmp_path, settings, wanted
     assert steps == wanted and float(trainer.callback_metrics["eval/acc"]) == 0.5
 
 
-def test_lightning_keeps_the_last_weights_by_what_was_found_after_the_last_step(tmp_path):
+def test_lightning_keeps_the_last_weights_by_the_last_evaluation(tmp_path):
     kept = best(tmp_path)
     fit(tmp_path, GenerationEval(scores(0.5)), kept, limit_val_batches=0)
     assert float(kept.best_model_score) == 0.5 and kept.best_model_path.endswith("8-0.5.ckpt")
@@ -261,7 +261,7 @@ def test_hf_does_not_evaluate_a_run_again_that_was_done(tmp_path):
     assert logged == [(6, 0.5)] and again == [0.5]
 
 
-def test_hf_saves_the_last_weights_as_the_best_where_only_they_are_evaluated(tmp_path):
+def test_hf_saves_the_last_weights_where_only_they_are_evaluated(tmp_path):
     settings = {"metric_for_best_model": "acc", "save_strategy": "best"}
     trainer, _ = hf(tmp_path, GenerationEval(scores(0.5)), **settings)
     assert trainer.state.best_metric == 0.5 and saved(tmp_path) == ["checkpoint-6"]

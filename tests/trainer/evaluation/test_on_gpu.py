@@ -88,7 +88,7 @@ def test_training_with_evaluations_is_bitwise_training_without(device, keep, det
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_running_out_of_memory_in_an_evaluation_is_told_and_training_goes_on(device, deterministic):
+def test_running_out_of_memory_in_an_evaluation_is_told(device, deterministic):
     def source_of(model):
         engine = Engine(model, memory=ROOM)
 
@@ -105,7 +105,7 @@ def test_running_out_of_memory_in_an_evaluation_is_told_and_training_goes_on(dev
 
 
 @pytest.mark.gpu
-def test_an_engine_that_asks_for_more_than_there_is_says_so_and_training_goes_on(deterministic):
+def test_an_engine_that_asks_for_too_much_says_so(deterministic):
     def source_of(model):
         wide = {"page_size": 1 << 16, "max_num_seqs": 1 << 14}  # pages for 275 GB
         return Engine(model, memory=1 << 40, **wide).generate

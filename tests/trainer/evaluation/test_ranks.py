@@ -40,7 +40,7 @@ def test_reports_are_the_same_on_all_ranks_and_for_any_number_of_them(one, two):
     assert error is None and best and len(rows) == 4 and metrics["eval/examples"] == 9
 
 
-def test_a_bad_example_and_a_bad_metric_are_named_and_do_not_spoil_the_rest(one):
+def test_a_bad_example_and_a_bad_metric_are_named(one):
     good = one["reports"]["good"][0]
     metrics, error, _, _ = one["reports"]["too long"]
     assert "example 9: the prompt has 177 tokens" in error
@@ -82,7 +82,7 @@ def test_without_room_for_whole_parameters_all_ranks_step_together(one, two):
     assert two[0]["locked"] == two[1]["locked"]
 
 
-def test_in_lock_step_an_error_on_one_rank_reaches_all_and_training_goes_on(two):
+def test_in_lock_step_an_error_on_one_rank_reaches_all(two):
     for child in two:
         digest, kinds, texts, _ = child["locked, broken"]
         assert digest == child["sharded"][1][0] and kinds == ["DTensor"]

@@ -110,7 +110,7 @@ def test_a_hook_that_comes_after_the_first_step_changes_compiled_layers():
     assert not torch.allclose(compiled(**batch).loss, before)
 
 
-def test_asking_compiled_layers_for_hidden_states_raises_and_changes_nothing():
+def test_asking_compiled_layers_for_hidden_states_raises():
     model, batch = tiny_run.model(), batches()[0]
     attach_loss(model)
     compile_layers(model, backend="eager")

@@ -99,7 +99,7 @@ def test_what_tf32_rounds_is_forgiven_and_a_multiplier_is_not():
         assert outputs_match(torch.sin, lambda x, factor=factor: x.sin() * factor, [x], []) == alike
 
 
-def test_a_share_too_small_to_drop_anything_in_a_trial_is_seen_and_no_random_number_is_used_up():
+def test_a_dropout_too_small_for_a_trial_is_seen():
     fused = fused_subclass(Dropping, lambda module, fallback, x: x * module.weight)
     state = torch.get_rng_state()
     assert not module_matches(Dropping(1e-6), fused, torch.device("cpu"))

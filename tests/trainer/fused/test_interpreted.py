@@ -11,9 +11,13 @@ import warm_python
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
-@pytest.mark.parametrize("program", ["fused_corners", "fused_models"])
+WHOLE = pytest.param(["fused_models", "whole"], marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("program", [["fused_corners"], ["fused_models"], WHOLE])
 def test_fused_operations_compute_what_pytorch_computes(program):
     pytest.importorskip("triton", reason="the kernels are written in Triton")
+    name, *arguments = program
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    run = warm_python.run([SUPPORT / f"{program}.py"], env=environment, cwd=Path.home())
+    run = warm_python.run([SUPPORT / f"{name}.py", *arguments], env=environment, cwd=Path.home())
     assert run.returncode == 0 and "finished" in run.stdout, run.stderr[-2000:]

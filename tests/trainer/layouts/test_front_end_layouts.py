@@ -15,10 +15,10 @@ TWO_MORE = [
     "accelerate sp", "accelerate tp", "accelerate fsdp", "hf sp", "hf sp_size", "hf fsdp",
     "lightning tp",
 ]  # fmt: skip
-FOUR = ["hf ddp", "hf tp_fsdp", "accelerate hsdp"]
+FOUR = ["hf tp_fsdp"]
 FOUR_MORE = [
-    "accelerate ddp", "accelerate cp", "hf hsdp", "hf sp_size", "lightning ddp", "lightning sp",
-    "lightning fsdp",
+    "hf ddp", "hf hsdp", "hf sp_size", "accelerate hsdp", "accelerate ddp", "accelerate cp",
+    "lightning ddp", "lightning sp", "lightning fsdp",
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ def accelerate_states(monkeypatch):
         monkeypatch.setattr(state, "_shared_state", {})
 
 
-def test_a_parallelism_config_that_the_ranks_cannot_have_is_refused_by_the_hf_trainer(tmp_path):
+def test_a_parallelism_config_that_the_ranks_cannot_have_is_refused(tmp_path):
     from accelerate import ParallelismConfig
     from hf_child import trainer
 

@@ -30,6 +30,11 @@ FORGETFUL = {
     "biogpt": ["eager", "sdpa"],
 }
 """Types that do not hand positions to the mask, and the stock attention they know."""
+FAST = ("opt", "falcon", "gpt_oss")
+
+
+def marks(kind: str, front: str):
+    return () if kind == "opt" or (kind in FAST and front == "hf") else pytest.mark.slow
 
 
 def build(kind: str, attention: str):
@@ -41,9 +46,8 @@ def build(kind: str, attention: str):
 
 @pytest.mark.parametrize(
     ("kind", "front"),
-    [pytest.param(kind, front, marks=() if front == "hf" or kind == "opt" else pytest.mark.slow)
-     for kind in FORGETFUL for front in FIRST_STEP],
-)  # fmt: skip
+    [pytest.param(k, front, marks=marks(k, front)) for k in FORGETFUL for front in FIRST_STEP],
+)
 def test_a_packed_step_of_a_forgetful_model_equals_its_samples_one_by_one(
     kind, front, tmp_path, capsys
 ):
@@ -58,7 +62,11 @@ def test_a_packed_step_of_a_forgetful_model_equals_its_samples_one_by_one(
 
 @pytest.mark.parametrize(
     ("kind", "front"),
-    [*((kind, "hf") for kind in FORGETFUL), ("opt", "accelerate"), ("opt", "lightning")],
+    [
+        *(pytest.param(kind, "hf", marks=marks(kind, "hf")) for kind in FORGETFUL),
+        ("opt", "accelerate"),
+        ("opt", "lightning"),
+    ],
 )
 def test_without_the_repair_the_leak_is_named_and_the_run_refused(
     kind, front, tmp_path, monkeypatch

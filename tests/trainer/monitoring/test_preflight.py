@@ -116,8 +116,7 @@ def test_a_model_that_cannot_be_packed_is_refused():
 STOCK = ["sdpa", "eager"]
 
 
-@pytest.mark.parametrize("attention", STOCK)
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("attention", "known"), zip(STOCK, [True, False], strict=True))
 def test_chunks_that_are_cut_by_the_place_in_a_row_are_seen(attention, known):
     rows = [[5, 6, 7, 8]] * 20
     model = odd_model("chunked", attention)
@@ -128,7 +127,7 @@ def test_chunks_that_are_cut_by_the_place_in_a_row_are_seen(attention, known):
     check_run(odd_model("chunked", "nopad"), PackedDataset(rows, budget=64, pretokenize=known))
 
 
-@pytest.mark.parametrize("attention", STOCK)
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_keys_selected_among_those_of_other_samples_are_seen(attention):
     model, short = odd_model("sparse", attention), [[5, 6, 7, 8]] * 20
     check_run(model, PackedDataset(short, budget=64))
@@ -136,8 +135,7 @@ def test_keys_selected_among_those_of_other_samples_are_seen(attention):
         check_run(model, PackedDataset([*short, [5] * 40], budget=64))
 
 
-@pytest.mark.parametrize("attention", STOCK)
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize(("kind", "attention"), zip(["longrope", "dynamic"], STOCK, strict=True))
 def test_the_check_itself_sees_frequencies_that_depend_on_the_company(kind, attention):
     model = odd_model(kind, attention)
     rows = check_rows(model.config, budget=64, longest=64)[16]
@@ -146,8 +144,13 @@ def test_the_check_itself_sees_frequencies_that_depend_on_the_company(kind, atte
     assert across == 0.0 and beyond > 0.1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "mistral", "mixtral", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, torch.float32) for kind in ("gemma3_text", "gpt_oss", "mistral", "gpt2")),
+        *((kind, torch.bfloat16) for kind in ("gemma3_text", "mixtral")),
+    ],
+)
 def test_what_is_right_passes_in_any_precision(kind, dtype):
     config = tiny_config(CONFIG_MAPPING[kind]())
     for name in ("sliding_window", "sliding_window_size"):
@@ -167,8 +170,10 @@ def test_a_sequence_beyond_the_positions_is_refused():
     assert "; samples of at most 64 tokens: 1 samples split, 0 truncated" in line
 
 
-@pytest.mark.parametrize("attention", ["nopad", "sdpa"])
-@pytest.mark.parametrize("kind", ["longrope", "longrope_moe", "dynamic"])
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [("longrope", "nopad"), ("longrope_moe", "nopad"), ("dynamic", "sdpa")],
+)
 def test_a_sequence_that_would_change_the_frequencies_of_others_is_refused(kind, attention):
     model, rows = odd_model(kind, attention), [[5] * 4] * 8
     check_run(model, PackedDataset(rows, budget=64))

@@ -61,11 +61,11 @@ def gradients(world: int) -> dict:
     for accumulation in (1, 4):
         whole = tiny_run.dataset(rank=0, world_size=1)
         gold = tiny_run.gold_gradient(tiny_run.model(), tiny_run.packs(whole, accumulation * world))
-        for workers in (0, 2):
-            for attached in (True, False):
-                seen = train(prepare(accumulation, workers, attached), 1)
-                name = f"{accumulation} {workers} {attached}"
-                found[name] = tiny_run.distance(seen["gradient"], gold)
+        cases = [(0, True)] if accumulation == 1 else [(0, True), (2, True), (0, False)]
+        for workers, attached in cases:
+            seen = train(prepare(accumulation, workers, attached), 1)
+            name = f"{accumulation} {workers} {attached}"
+            found[name] = tiny_run.distance(seen["gradient"], gold)
     return found
 
 

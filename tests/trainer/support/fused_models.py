@@ -31,6 +31,7 @@ SMALL = {
 }
 BATCH = PackedCollator()([{"input_ids": list(range(1, n))} for n in (9, 5, 7)])
 COUNTS = {"llama": 5, "granite": 4, "gemma2": 2, "cohere": 2}
+WHOLE = sys.argv[1:] == ["whole"]
 """Granite scales its residuals, gemma's norms have 1 + w, cohere rotates pairs."""
 
 
@@ -239,6 +240,7 @@ def check_patches_of_classes_and_globals_are_seen() -> None:
     parts = [type(x) for x in (layer, layer.mlp, layer.self_attn, layer.input_layernorm)]
     places = [*((part, "forward") for part in parts)]
     places += [(file, "apply_rotary_pos_emb"), (file, "eager_attention_forward")]
+    places = places if WHOLE else [places[1], places[-2]]
     model, stock_model = build("llama"), build("llama")
     fusing.fuse_layers(model)
     unchanged = model(**BATCH).loss.item()
@@ -309,13 +311,13 @@ def check_nan_matches_nothing() -> None:
 
 
 if __name__ == "__main__":
-    for family, count in COUNTS.items():
+    for family, count in COUNTS.items() if WHOLE else [("llama", 5)]:
         check_family(family, count)
-    for family in ("llama", "qwen3"):
+    for family in ("llama", "qwen3") if WHOLE else ["qwen3"]:
         check_autocast(family)
     check_checkpointing()
     check_sharded()
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16) if WHOLE else [torch.bfloat16]:
         check_adapters(dtype)
     check_layers_that_are_not_fused()
     check_changes_of_an_activation_are_seen()

@@ -91,13 +91,14 @@ def gradients(folder: Path, world: int) -> dict:
     for accumulation in (1, 4):
         whole = tiny_run.dataset(rank=0, world_size=1)
         gold = tiny_run.gold_gradient(tiny_run.model(), tiny_run.packs(whole, accumulation * world))
-        cases = {"plain": {}, "workers": {"dataloader_num_workers": 2}}
-        cases["checkpointing"] = {"gradient_checkpointing": True}
-        cases["count dropped"] = {"kind": DroppedCount}
-        cases["forward of its own"] = {"kind": OwnForward}
-        cases["compute_loss_func"] = {"more": {"compute_loss_func": sum_over_items}}
         if accumulation == 1:
-            cases["compiled"] = {"torch_compile": True, "torch_compile_backend": "eager"}
+            cases = {"compiled": {"torch_compile": True, "torch_compile_backend": "eager"}}
+        else:
+            cases = {"plain": {}, "workers": {"dataloader_num_workers": 2}}
+            cases["checkpointing"] = {"gradient_checkpointing": True}
+            cases["count dropped"] = {"kind": DroppedCount}
+            cases["forward of its own"] = {"kind": OwnForward}
+            cases["compute_loss_func"] = {"more": {"compute_loss_func": sum_over_items}}
         for name, settings in cases.items():
             run, watch = trainer(folder, tiny_run.dataset(), accumulation, max_steps=1, **settings)
             run.train()

@@ -93,7 +93,7 @@ def test_the_epoch_of_a_stream_goes_on_after_a_resume(tmp_path):
     assert at_steps[0] == [step / 6 for step in range(1, 7)] and at_steps[1] == at_steps[0][3:]
 
 
-def test_a_stream_ends_the_training_with_its_epochs_and_plain_data_is_read_again(tmp_path, capsys):
+def test_a_stream_ends_the_training_with_its_epochs(tmp_path, capsys):
     rows, notes = [{"input_ids": row["input_ids"]} for row in tiny_run.samples(9)], Notes()
     stream = {"budget": 32, "shards": 1, "epochs": 2, "pretokenize": False}
     packs = len(list(PackedDataset(lambda: iter(rows), **stream)))
@@ -157,7 +157,7 @@ def test_an_epoch_that_a_callback_stops_is_left_and_the_next_one_follows(length,
     assert trained(resumed, resume_from_checkpoint=tmp_path / "checkpoint-1") == epochs[4:12]
 
 
-def test_an_epoch_is_stopped_after_a_step_and_the_last_one_ends_the_training(tmp_path):
+def test_stopping_the_last_epoch_ends_the_training(tmp_path):
     run, _ = trainer(tmp_path, tiny_run.dataset(9), 1, num_train_epochs=2)
     run.add_callback(StopEpoch(5))
     assert len(trained(run)) == run.state.global_step == 5

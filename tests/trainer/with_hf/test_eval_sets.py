@@ -114,7 +114,7 @@ def test_trl_s_metrics_of_an_evaluation_are_means_over_tokens(tmp_path):
     assert [told[name] for name in names] == pytest.approx(token_means(run.model, rows), rel=1e-5)
 
 
-def test_trl_s_metrics_of_a_step_are_means_over_its_tokens_and_logged_after_every_epoch(tmp_path):
+def test_trl_s_metrics_of_a_step_are_means_over_its_tokens(tmp_path):
     by_epoch = {"num_train_epochs": 2, "max_steps": -1, "logging_strategy": "epoch"}
     settings = {**by_epoch, "learning_rate": 0.0}
     run = trl_trainer(tmp_path, tiny_run.model(), tiny_run.dataset(9), **settings)

@@ -43,7 +43,7 @@ def test_text_is_read_with_the_processing_class_and_a_stream_is_streamed(tmp_pat
         trainer(tmp_path, datasets.Dataset.from_list(TEXTS), 1, BUDGET, max_steps=1)
 
 
-def test_samples_are_cut_at_the_positions_of_the_model_and_the_banner_says_so(tmp_path, capsys):
+def test_samples_are_cut_at_the_positions_of_the_model(tmp_path, capsys):
     rows = [{"input_ids": [5] * 100}, {"input_ids": [6] * 7}]
     run, _ = trainer(tmp_path, rows, 1, {"budget": 256}, max_steps=1)
     assert run.train_dataset.settings["max_length"] == 64

@@ -98,7 +98,7 @@ def test_reloaded_loaders_go_on_where_the_one_before_stood(kind, accumulation, l
     assert trained(dataset(kind), reload_dataloaders_every_n_epochs=1, **settings) == whole
 
 
-def test_a_stream_ends_the_training_before_max_steps_but_not_before_max_epochs(tmp_path, capsys):
+def test_a_stream_ends_the_training_before_max_steps(tmp_path, capsys):
     packs = trained(dataset("stream"), max_epochs=1)
     evaluation = EvalCallback(GenerationEval(echo, EXAMPLES, {"equal": equal}, every=1000))
     saves = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=len(packs))
@@ -185,7 +185,7 @@ def test_a_checkpoint_at_the_end_of_an_epoch_goes_on_with_the_next(kind, workers
     assert first + trained(dataset(kind), **settings) == whole
 
 
-def test_a_checkpoint_at_the_last_step_of_an_epoch_goes_on_with_the_next_epoch(tmp_path):
+def test_a_checkpoint_at_the_last_step_of_an_epoch_goes_on(tmp_path):
     whole, epoch = trained(dataset(), max_epochs=2), dataset().count()
     save = ModelCheckpoint(tmp_path, filename="step", every_n_train_steps=epoch)
     first = trained(dataset(), save, max_epochs=1)

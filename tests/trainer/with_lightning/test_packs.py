@@ -54,7 +54,7 @@ def test_a_pickled_data_module_still_has_no_validation():
             assert is_overridden("val_dataloader", made, pl.LightningDataModule) is has
 
 
-def test_an_exception_ends_the_validation_and_a_foreign_checkpoint_is_refused():
+def test_an_exception_ends_the_validation():
     from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
     from nopad.trainer.with_lightning.packs import ACCUMULATION_KEY, DATA_KEY, RNG_KEY
 

@@ -50,7 +50,7 @@ def mamba() -> Any:
     return MambaForCausalLM(MambaConfig(num_hidden_layers=2, **size))
 
 
-def test_the_trained_model_is_attached_and_put_into_training_mode_and_the_teacher_stays(capsys):
+def test_the_trained_model_is_put_into_training_mode(capsys):
     module = Distilled(tiny_run.model(), tiny_run.model())
     fit(module)
     assert module.modes == (False, True)

@@ -12,10 +12,8 @@ HF = "trainer/with_hf/test_trainer.py::"
 EVAL = "trainer/with_hf/test_eval_sets.py::"
 OPTIONS = "trainer/with_hf/test_options.py::"
 GRADIENT = HF + "test_the_gradient_of_a_step_is_that_of_its_samples_one_by_one"
-WHOLE = HF + "test_every_evaluation_of_a_run_is_of_the_whole_set_which_is_counted_once"
-KEPT = HF + (
-    "test_older_checkpoints_go_once_the_new_one_is_complete_and_a_rewritten_one_is_incomplete"
-)
+WHOLE = HF + "test_every_evaluation_of_a_run_is_of_the_whole_set"
+KEPT = HF + ("test_older_checkpoints_go_once_the_new_one_is_complete")
 LOADER = OPTIONS + "test_arguments_of_the_loader_reach_it"
 
 TRAINING_STOCK = {
@@ -45,8 +43,7 @@ TRAINING_STOCK = {
 """With a value that is not the default, where it can be set on any machine."""
 
 TRAINING_HONOURED = {
-    "num_train_epochs": HF
-    + "test_epochs_may_end_in_the_middle_and_the_log_tells_passes_over_the_data",
+    "num_train_epochs": HF + "test_epochs_may_end_in_the_middle",
     "max_steps": EVAL + "test_a_second_training_continues_with_the_next_packs",
     "gradient_accumulation_steps": GRADIENT,
     "gradient_checkpointing": GRADIENT,
@@ -57,8 +54,7 @@ TRAINING_HONOURED = {
     "include_num_input_tokens_seen": OPTIONS + "test_tokens_seen_are_those_of_the_packs",
     "eval_strategy": WHOLE,
     "eval_steps": WHOLE,
-    "prediction_loss_only": HF
-    + "test_predictions_are_the_logits_of_the_set_and_leave_the_loss_as_it_was",
+    "prediction_loss_only": HF + "test_predictions_are_the_logits_of_the_set",
     "save_strategy": KEPT,
     "save_steps": KEPT,
     "save_total_limit": KEPT,
