@@ -212,7 +212,7 @@ def test_the_parts_of_a_split_sample_weigh_what_they_would_in_one_piece(
     assert torch.equal(stacked, torch.stack(alone))
 
 
-def test_a_split_sample_weighs_less_by_the_first_token_of_each_further_part():
+def test_each_further_part_of_a_sample_weighs_one_token_less():
     data = PackedDataset([[1] * 20], budget=8)
     weights = [PackedCollator(mean="sample")(pack)["loss_weights"].sum().item() for pack in data]
     assert len(weights) == 3 and np.isclose(sum(weights), (20 - 3) / 19)

@@ -324,9 +324,7 @@ def test_every_argument_of_the_engine_is_explained():
     assert explained == list(inspect.signature(Engine).parameters)
 
 
-def test_requests_look_at_the_values_of_the_weights_once_until_the_engine_is_idle(
-    tiny, monkeypatch
-):
+def test_values_of_weights_are_read_once_until_the_engine_is_idle(tiny, monkeypatch):
     engine = Engine(tiny("llama"))
     engine.add_request([5, 6, 7], GREEDY)
     samples, plain = [], weights_version.sample_checksum
@@ -344,7 +342,7 @@ def test_requests_look_at_the_values_of_the_weights_once_until_the_engine_is_idl
     assert len(samples) == 1
 
 
-def test_a_running_engine_answers_no_new_request_from_the_cache_of_old_weights(tiny):
+def test_a_running_engine_reads_no_cache_of_old_weights(tiny):
     model = copy.deepcopy(tiny("llama"))
     engine = Engine(model, page_size=16)
     prompt = list(range(3, 52))

@@ -49,7 +49,7 @@ def test_graphs_give_the_tokens_of_eager_steps_and_of_generate():
         assert (engine.stats.graph_steps > 0) == graphs
 
 
-def test_an_evaluation_after_training_captures_no_new_graph_and_sees_the_new_weights():
+def test_an_evaluation_after_training_captures_no_new_graph():
     model = llama()
     engine = Engine(model, memory=1 << 28, max_num_seqs=8)
     engine.generate(prompts(6), GREEDY)

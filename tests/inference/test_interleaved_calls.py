@@ -261,7 +261,7 @@ def test_an_engine_that_keeps_nothing_streams_as_well(tiny, waiting):
     assert [done[i] for i in range(4)] == want and engine._executor is None
 
 
-def test_a_stream_left_before_all_of_it_was_queued_leaves_the_queue_as_it_was(tiny):
+def test_a_stream_left_early_leaves_the_queue_as_it_was(tiny):
     engine = Engine(tiny("llama"), max_num_seqs=1, max_waiting=1)
     for _ in range(2):
         events = engine.stream([[5, 6], [7, 8], [9, 10], [11, 12]], GREEDY)

@@ -97,7 +97,7 @@ def test_requests_added_from_several_threads_all_end(model):
     assert [done[request_id] for request_id, _ in parts] == want
 
 
-def test_a_call_inside_a_stream_of_the_same_thread_does_not_wait_for_itself(model):
+def test_a_call_inside_a_stream_does_not_wait_for_itself(model):
     engine = Engine(model)
     for _ in engine.stream([PROMPTS[0]], GREEDY):
         assert engine.generate([PROMPTS[1]], GREEDY)[0].error is None

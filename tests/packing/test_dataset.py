@@ -72,7 +72,7 @@ def test_a_tokenizer_may_know_a_few_letters_only():
     ids=["no rows", "all dropped", "all left out"],
 )
 @pytest.mark.parametrize("end", [{"epochs": 2}, {"epochs": 2, "max_packs": 5}, {"epochs": None}])
-def test_a_stream_with_nothing_to_pack_is_refused_whether_or_not_it_has_an_end(rows, options, end):
+def test_a_stream_with_nothing_to_pack_is_refused(rows, options, end):
     data = PackedDataset(lambda: iter(rows), budget=8, shards=2, **options, **end)
     with pytest.raises(ValueError, match="nothing to pack"):
         list(data)
@@ -135,7 +135,7 @@ def test_settings_of_numpy_are_the_same_settings(tools):
 
 @pytest.mark.parametrize("overflow", ["split", "truncate", "drop"])
 @pytest.mark.parametrize("planned", [True, False])
-def test_a_sequence_may_be_shorter_than_a_pack_by_the_policy_for_long_samples(planned, overflow):
+def test_a_sequence_may_be_shorter_than_a_pack(planned, overflow):
     rows = [[n] * (4 * n) for n in range(1, 9)]
     options = {"budget": 64, "overflow": overflow, "pretokenize": planned, "shards": 1}
     data = PackedDataset(rows, max_length=10, **options)

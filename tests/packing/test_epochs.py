@@ -17,7 +17,7 @@ def test_a_pass_follows_a_pass_with_the_next_epochs_order(make, tools):
     assert tools.full(data) == second
 
 
-def test_through_workers_set_epoch_moves_on_and_without_it_the_order_repeats(make, tools):
+def test_through_workers_set_epoch_moves_on(make, tools):
     plain = make("planned")
     orders = [tools.full(plain) for _ in range(2)]
     data = make("planned")
@@ -88,7 +88,7 @@ def test_set_epoch_does_not_throw_a_resumed_position_away(make, tools):
     assert head + tools.full(again) == tools.full(make("planned"))
 
 
-def test_set_epoch_after_the_end_repeats_an_epoch_and_leaves_an_endless_run_alone(make, tools):
+def test_set_epoch_after_the_end_repeats_an_epoch(make, tools):
     data = make("planned")
     first = tools.full(data)
     data.set_epoch(0)

@@ -59,7 +59,7 @@ def test_documents_that_shared_a_pack_meet_again_by_chance_only(kind, count, mul
 
 
 @pytest.mark.smoke("order")
-def test_no_pack_of_a_small_set_comes_back_in_the_next_epoch_or_under_another_seed():
+def test_no_pack_of_a_small_set_comes_back():
     lengths = lengths_of("documents", 300)
     reader = reader_of(lengths, int(lengths.mean() * 10))
     runs = [

@@ -94,9 +94,7 @@ def test_a_state_of_the_second_pass_knows_what_the_first_left_to_it(make, tools,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_behind_the_last_pack_nothing_is_left_of_a_pass_that_was_not_asked_for_more(
-    make, tools, kind
-):
+def test_nothing_is_left_of_a_pass_behind_its_last_pack(make, tools, kind):
     whole = make(kind)
     first, second = one_pass(tools, whole), one_pass(tools, whole)
     data = make(kind)
@@ -160,7 +158,7 @@ def test_workers_that_read_the_next_pass_have_their_packs_counted(make, tools, k
 
 
 @pytest.mark.parametrize("kind", ["planned", "sharded"])
-def test_a_pass_that_was_read_ahead_to_its_end_is_over_once_all_was_stepped(make, tools, kind):
+def test_a_pass_that_was_read_ahead_is_over_once_all_was_stepped(make, tools, kind):
     data = make(kind)
     packs = list(data)
     data.mark_trained(*packs[:-1])

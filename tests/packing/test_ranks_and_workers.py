@@ -75,7 +75,7 @@ def test_forked_workers_of_a_copy_read_for_the_rank_that_iterates(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
-def test_spawned_ranks_that_know_themselves_by_the_environment_share_the_packs(tmp_path, start):
+def test_ranks_known_by_the_environment_share_the_packs(tmp_path, start):
     script = tmp_path / "ranks.py"
     script.write_text(
         textwrap.dedent("""

@@ -66,7 +66,7 @@ def test_dimensions_of_one_rank_share_nothing():
         del mesh
 
 
-def test_a_model_on_a_mesh_without_names_is_tensor_parallel_unless_fsdp_made_it():
+def test_a_mesh_without_names_is_tensor_parallel_unless_of_fsdp():
     from torch.distributed.fsdp import fully_shard
 
     with simulated.ranks(2):
@@ -113,7 +113,7 @@ def test_settings_and_the_launcher_s_environment_tell(monkeypatch):
         assert find_layout() == Layout(0, 4, Axis(1, 2), Axis(2, 2))
 
 
-def test_sequence_parallel_takes_consecutive_ranks_beside_tensor_parallel_ones():
+def test_sequence_parallel_takes_consecutive_ranks():
     with simulated.ranks(8, rank=5):
         assert find_layout(sequence_parallel=4).sequence.group(5) == [4, 5, 6, 7]
         layout = find_layout(settings=SimpleNamespace(tp_size=2), sequence_parallel=2)

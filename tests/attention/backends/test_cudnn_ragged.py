@@ -92,7 +92,7 @@ def row(lengths):
     return q, k, v, Varlen(bounds, max(lengths))
 
 
-def test_rows_of_other_counts_and_lengths_share_a_plan_and_agree_with_the_oracle():
+def test_rows_of_other_counts_and_lengths_share_a_plan():
     for lengths in ([5, 1, 9], [1], [2, 0, 3, 0], [600, 7], [4] * 17):
         q, k, v, varlen = row(lengths)
         weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))

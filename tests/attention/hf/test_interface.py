@@ -69,14 +69,14 @@ def test_selective_checkpoints_keep_nothing_of_the_trial_of_a_backend():
     assert largest(plain, gradients(model, batch)) == 0
 
 
-def test_checkpointed_layers_that_lose_keywords_still_find_their_boundaries():
+def test_checkpointed_layers_find_boundaries_without_keywords():
     model = tiny("nemotron").train()
     oracle = with_attention(model, "eager")
     model.gradient_checkpointing_enable()
     assert check_packed(model, oracle).within()
 
 
-def test_an_evaluation_through_pages_in_the_middle_leaves_training_as_it_was():
+def test_an_evaluation_through_pages_leaves_training_as_it_was():
     model = tiny().train()
     batch = packed_batch(random_documents(model))
     plain, state = gradients(model, batch), torch.get_rng_state()
@@ -239,7 +239,7 @@ def test_shapes_of_the_cache_are_probed_without_a_trace():
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_the_proof_passes_where_every_layer_is_told_and_fails_where_one_is_not():
+def test_the_proof_fails_where_one_layer_is_not_told():
     model = tiny("nemotron")
     batch = packed_batch(random_documents(model))
     varlen = Varlen(batch["cu_seq_lens_q"], batch["max_length_q"])

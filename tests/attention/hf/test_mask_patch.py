@@ -102,9 +102,7 @@ def test_the_first_forward_refuses_a_padding_mask_and_installs_nothing(not_insta
     assert not mask_patch.mask_patch_installed()
 
 
-def test_the_first_forward_installs_the_wrapper_and_later_ones_skip_the_preparation(
-    not_installed, monkeypatch
-):
+def test_the_first_forward_installs_the_wrapper(not_installed, monkeypatch):
     model, prepared = nopad_model(), []
     original = masking_utils.find_packed_sequence_indices
     monkeypatch.setattr(
@@ -141,9 +139,7 @@ def test_no_mask_is_ignored_by_models_with_windows(kind, installed, not_installe
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_a_packed_forward_compiles_to_one_graph_whether_or_not_it_is_installed(
-    installed, not_installed
-):
+def test_a_packed_forward_compiles_to_one_graph(installed, not_installed):
     if installed:
         mask_patch.install_mask_patch()
     torch.compiler.reset()
@@ -156,7 +152,7 @@ def test_a_packed_forward_compiles_to_one_graph_whether_or_not_it_is_installed(
     torch.compiler.reset()
 
 
-def test_a_moved_private_function_is_logged_once_and_masks_are_still_refused(moved, caplog):
+def test_a_moved_function_is_logged_once_and_masks_are_refused(moved, caplog):
     model = nopad_model()
     for _ in range(3):
         model(input_ids=IDS, use_cache=False)

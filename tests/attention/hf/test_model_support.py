@@ -77,7 +77,7 @@ def test_a_layer_of_unknown_name_that_mixes_tokens_is_refused():
         Engine(model).generate([[3, 4, 5]])
 
 
-def test_falcon_h1_is_refused_by_the_engine_even_with_weights_that_hide_its_state():
+def test_falcon_h1_is_refused_even_where_weights_hide_its_state():
     model = odd_model("stateful").to(torch.bfloat16)
     with torch.no_grad():
         for weight in model.parameters():
@@ -153,7 +153,7 @@ def test_models_of_two_threads_do_not_read_each_other_s_context():
 
 
 @pytest.mark.parametrize("kind", ["llama", "stablelm"])
-def test_engine_steps_push_a_context_only_for_models_that_drop_keyword_arguments(kind, monkeypatch):
+def test_a_context_is_pushed_only_where_keywords_are_dropped(kind, monkeypatch):
     pushed = []
 
     class Contexts(list):

@@ -16,7 +16,7 @@ def test_what_follows_a_page_is_dropped_with_it():
     assert index.pages() == set()
 
 
-def test_links_of_two_requests_in_turn_are_dropped_from_the_first_that_is_gone():
+def test_links_are_dropped_from_the_first_page_that_is_gone():
     """Both compute the same tokens; each registers what the other has not yet."""
     tokens, index = range(64), PrefixIndex(64)
     index.register(tokens[:16], [0], "w")

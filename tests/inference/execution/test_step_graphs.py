@@ -191,9 +191,7 @@ def test_steps_are_cut_only_to_graphs_that_exist_or_can_be_captured(make_engine)
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_steps_that_running_requests_wait_for_are_smaller_where_they_are_graphs(
-    make_engine, graphs
-):
+def test_steps_that_requests_wait_for_are_smaller_as_graphs(make_engine, graphs):
     engine = make_engine(graphs)
     engine._loop.costs.max_tokens_while_decoding = 24
     sizes, launch = [], engine._executor.runner.launch

@@ -40,7 +40,7 @@ def test_a_penalty_of_the_model_holds_without_draws_too():
         ("guidance_scale", 1.5),
     ],
 )
-def test_a_setting_of_the_model_that_we_do_not_have_is_refused_with_the_way_out(name, value):
+def test_a_model_setting_that_we_lack_is_refused(name, value):
     config = GenerationConfig(**{name: value})
     way_out = f"sets {name} to .* model.generation_config.{name} = None"
     with pytest.raises(ValueError, match=way_out):

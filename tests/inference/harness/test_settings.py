@@ -55,7 +55,7 @@ def test_settings_that_cannot_be_followed_are_told_when_it_is_built(small, write
         harness(small, [write], gen_kwargs=wrong)
 
 
-def test_settings_of_a_task_that_cannot_be_followed_are_told_when_it_is_built(small, write):
+def test_task_settings_that_cannot_be_followed_are_told(small, write):
     write["generation_kwargs"]["num_beams"] = 4
     with pytest.raises(
         ValueError, match=r"^tiny_write: num_beams is 4: beam search is not supported"

@@ -174,7 +174,7 @@ def test_a_change_of_dtype_is_refused_while_requests_run_and_they_live_on(model)
     assert score(engine) == score(Engine(model))
 
 
-def test_a_change_of_modules_is_refused_while_requests_run_and_taking_it_back_helps(model):
+def test_a_change_of_modules_is_refused_while_requests_run(model):
     engine, want = Engine(model), Engine(model).generate([PROMPT], GREEDY)[0].token_ids
     engine.add_request(PROMPT, GREEDY)
     engine.step()
@@ -259,7 +259,7 @@ def test_calls_inside_and_outside_inference_mode_alternate(model, inside):
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "run out", "queue"])
-def test_an_engine_that_keeps_nothing_gives_all_back_when_the_last_request_ends(model, how):
+def test_an_engine_that_keeps_nothing_gives_all_back_at_the_end(model, how):
     engine = Engine(model, keep_memory=False, max_waiting=1, max_num_seqs=1)
     other = engine.add_request([5, 6], GREEDY) if how == "cancel" else None
     if how == "cancel":

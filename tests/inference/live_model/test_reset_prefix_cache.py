@@ -26,7 +26,7 @@ def test_after_forgetting_a_prompt_is_computed_anew(tiny):
     assert run(engine) == (CACHED, said)
 
 
-def test_there_is_nothing_to_forget_before_the_first_call_and_after_release(tiny):
+def test_nothing_to_forget_before_the_first_call_and_after_release(tiny):
     engine = Engine(tiny("llama"), page_size=16)
     engine.reset_prefix_cache()
     assert engine._executor is None

@@ -58,7 +58,7 @@ def test_a_token_nobody_wants_any_more_is_not_counted(world, expected):
     assert w.stats._itl.rows().tolist() == [1.0] * (num_tokens - 2)
 
 
-def test_a_reset_while_requests_run_starts_the_counts_anew_and_harms_nobody(tiny):
+def test_a_reset_while_requests_run_starts_the_counts_anew(tiny):
     engine = Engine(tiny("llama"), max_num_seqs=3)
     long = GREEDY | {"max_tokens": 12}
     prompts = [[5, 6, 7], [8, 9], [3, 4]]

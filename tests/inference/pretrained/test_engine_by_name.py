@@ -59,9 +59,7 @@ def test_a_folder_without_a_tokenizer_takes_ids(checkpoint, tmp_path):
         generated(folder)
 
 
-def test_an_adapter_is_its_base_model_with_the_adapter_and_says_how_to_merge(
-    checkpoint, adapter, caplog
-):
+def test_an_adapter_is_its_base_model_with_the_adapter(checkpoint, adapter, caplog):
     import peft
 
     with caplog.at_level(logging.WARNING):

@@ -64,9 +64,7 @@ def simple(number: int, prompt: int, new: int, **more) -> Request:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_request_may_be_cancelled_at_any_step_and_the_others_do_not_notice(
-    world, expected, lookahead
-):
+def test_a_request_may_be_cancelled_at_any_step(world, expected, lookahead):
     def play(cancel_at: int | None) -> list[list[int]]:
         w = world(7, 16, max_num_seqs=3, max_num_batched_tokens=12, lookahead=lookahead)
         requests = [simple(i, 20 + i, 10) for i in range(4)]

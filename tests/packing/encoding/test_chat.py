@@ -80,9 +80,7 @@ DEFAULT = (
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("content", ["hello", "hello yes"])
-def test_an_assistant_who_speaks_first_learns_no_header_and_no_default_prompt(
-    tokenizer, name, content
-):
+def test_an_assistant_who_speaks_first_learns_no_header(tokenizer, name, content):
     tokenizer.chat_template = DEFAULT + TEMPLATES[name]
     chat = [{"role": "assistant", "content": content}, *CHAT[3:]]
     runs = counted(tokenizer, encode_chat(tokenizer, chat))

@@ -210,7 +210,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_told(tmp_path, on_error, inside)
         list(packs)
 
 
-def test_lines_that_are_appended_while_a_file_is_read_wait_for_the_next_run(tmp_path):
+def test_lines_appended_while_a_file_is_read_wait(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"input_ids": [i] * 8}) + "\n" for i in range(1000)))
     options = {"budget": 64, "pretokenize": False, "shards": 2, "shuffle": False, "epochs": 2}

@@ -146,9 +146,7 @@ def test_what_cannot_be_identified_is_not_cached(tmp_path, pack):
         pack(path, cache_dir=3)
 
 
-def test_large_data_is_cached_in_the_home_of_hugging_face_and_a_full_disk_is_no_error(
-    tmp_path, pack, monkeypatch
-):
+def test_large_data_is_cached_and_a_full_disk_is_no_error(tmp_path, pack, monkeypatch):
     path = write(tmp_path / "rows.jsonl")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setattr(token_cache, "MIN_BYTES", path.stat().st_size)

@@ -233,7 +233,7 @@ def test_weights_that_drift_go_on_in_the_next_pass(pretokenize, how):
 
 
 @pytest.mark.parametrize("packs", [8, 16])
-def test_weights_that_drift_go_on_over_passes_that_packs_ends_and_a_resume_changes_none(packs):
+def test_weights_that_drift_go_on_over_passes_and_resumes(packs):
     rows = [[1] * 10] * 400, [[2] * 10] * 400
     drift = [(rows[0], [(0, 1.0), (8_000, 0.0)]), (rows[1], [(0, 0.0), (8_000, 1.0)])]
 
@@ -361,7 +361,7 @@ def test_the_last_packs_of_a_stream_follow_changing_weights():
     assert distances(data, weights).max() <= 1 + 60 / 64
 
 
-def test_balanced_packs_follow_changing_weights_but_for_chance_in_an_interval():
+def test_balanced_packs_follow_changing_weights():
     data, weights = drift_of(3000, 200, balance=True)
     assert distances(data, weights).max() <= 2
 

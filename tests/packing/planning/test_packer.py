@@ -93,7 +93,7 @@ def test_a_sample_longer_than_the_budget_is_treated_and_counted_as_asked(overflo
     assert not packer.pending
 
 
-def test_labels_of_the_sample_are_kept_and_the_head_of_every_part_does_not_count():
+def test_labels_are_kept_and_the_head_of_a_part_does_not_count():
     labels = np.array([1, IGNORE_INDEX, 3, 4, 5, IGNORE_INDEX, 7])
     packs = pack_all(Packer(4, pool=1), [Sample(np.arange(1, 8), labels)])
     assert [pack.labels.tolist() for pack in packs] == [

@@ -185,7 +185,7 @@ def test_long_and_short_items_are_spread_evenly(name):
     assert abs(np.corrcoef(rank, np.arange(len(rank)))[0, 1]) <= 0.01
 
 
-def test_sequential_keeps_the_order_and_closes_a_pack_only_when_the_next_does_not_fit():
+def test_sequential_keeps_the_order_and_fills_each_pack():
     plan = pack_lengths([4, 3, 5, 2, 6, 1], 6, strategy="sequential")
     assert [pack.tolist() for pack in plan] == [[0], [1], [2], [3], [4], [5]]
     lengths = mix(350, 1.1, 2048, 2000)
@@ -208,7 +208,7 @@ def test_aligned_segments_keep_their_true_lengths():
     assert (plan.sum_per_pack(-(-plan.lengths // 16) * 16) <= 2048).all()
 
 
-def test_an_item_longer_than_a_pack_is_refused_by_name_and_nothing_is_taken():
+def test_an_item_longer_than_a_pack_is_refused_by_name():
     planner = Planner(8, pool=4, overflow="error")
     planner.feed(np.array([3, 3]))
     before = planner.state_dict()

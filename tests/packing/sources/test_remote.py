@@ -80,7 +80,7 @@ def packs_and_middle(source, tools, **options):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_server_that_fails_every_tenth_request_gives_the_packs_of_the_disk(folder, tools, name):
+def test_a_server_that_fails_at_times_gives_the_packs_of_the_disk(folder, tools, name):
     options = FORMATS[name]
     local, rest, state = packs_and_middle(folder / name, tools, **options)
     assert rest == local[6:] and len(rest) > 4
@@ -152,7 +152,7 @@ def test_a_resume_requests_no_bytes_before_its_place(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet", "texts/"])
-def test_a_server_that_is_gone_is_an_error_with_its_url_and_never_a_skipped_row(folder, name):
+def test_a_server_that_is_gone_is_never_a_skipped_row(folder, name):
     with serve(folder, period=None) as server:
         options = TEXTS | {"on_error": "skip", "shards": 1, "shuffle": False}
         data = PackedDataset(f"{server.url}/{name}", budget=100, **options)
@@ -164,7 +164,7 @@ def test_a_server_that_is_gone_is_an_error_with_its_url_and_never_a_skipped_row(
     assert "8 attempts failed" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_file_that_is_missing_is_told_at_once_and_a_server_that_is_down_after_all_attempts(
+def test_a_missing_file_is_told_at_once_a_server_after_all_attempts(
     folder,
 ):
     missing = pytest.raises(RemoteReadError, match=r"none\.jsonl does not exist")
@@ -182,7 +182,7 @@ def test_tokens_of_a_server_that_is_gone_are_an_error(folder):
             next(iter(data))
 
 
-def test_a_server_without_ranges_serves_small_files_and_is_named_for_others(folder, monkeypatch):
+def test_a_server_without_ranges_serves_small_files_only(folder, monkeypatch):
     with serve(folder, period=None, ranges=False) as server:
         named = r"rows.jsonl: the server does not answer requests of ranges: download the file$"
         with pytest.raises(RemoteReadError, match=rf"^http://\S+/{named}"):

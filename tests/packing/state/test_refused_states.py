@@ -62,7 +62,7 @@ def test_another_window_or_number_of_shards_is_refused_by_name(shuffle, shards):
         other.load_state_dict(state)
 
 
-def test_another_vocabulary_that_skips_other_rows_of_a_stream_is_refused_by_name():
+def test_another_vocabulary_that_skips_other_rows_is_refused():
     def make(vocab_size):
         options = {"pretokenize": False, "on_error": "skip", "vocab_size": vocab_size}
         return PackedDataset(ROWS, budget=32, **options)

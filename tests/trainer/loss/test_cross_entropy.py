@@ -34,7 +34,7 @@ def stock_loss(hidden, weight, shift, targets, weights, smoothing, z_loss):
 @pytest.mark.parametrize(
     ("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.02), (0.1, 0.01)]
 )
-def test_chunks_of_the_rows_that_count_give_the_loss_and_gradients_of_the_whole(
+def test_chunks_give_the_loss_and_gradients_of_the_whole(
     chunks_of_four_rows, smoothing, z_loss, bias, share
 ):
     torch.manual_seed(0)
