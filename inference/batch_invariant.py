@@ -1,4 +1,4 @@
-"""Batch-invariant mode: what a token computes does not depend on the other tokens of the step.
+"""`with batch_invariant():` results do not depend on which other tokens share a step.
 
 Matrix products of different shapes add in different orders, so a token's logits differ in the last
 bits with the batch it is in, and from those of the training forward. In this mode every product has

@@ -371,7 +371,7 @@ FAULTS = {
     ),
     "a shared row has no boundaries": (
         "trainer/layouts/test_layouts.py::test_two_ranks_train_as_one",
-        "nopad.trainer.loss.row_shards",
+        "nopad.trainer.loss.sequence_parallel",
         "right = Varlen\n"
         "def Varlen(bounds, longest, **how):\n"
         "    return right(bounds[[0, -1]], int(bounds[-1]), **how)",
@@ -388,7 +388,7 @@ FAULTS = {
         "lambda self, *a: once(self, *a) // self.layout.sequence.size",
     ),
     "labels are shifted in each part of a row": (
-        "trainer/loss/test_row_shards.py", "nopad.trainer.loss.row_shards",
+        "trainer/loss/test_sequence_parallel.py", "nopad.trainer.loss.sequence_parallel",
         "split = RowShards.split\n"
         "def late(self, values, fill=0):\n"
         "    part = split(self, values, fill)\n"

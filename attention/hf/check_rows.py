@@ -1,8 +1,8 @@
 """Rows of samples that show whether packing changes what a model computes.
 
-The first row is about as long as the budget: it takes the attention kernels of training, and shows
-a capacity or a change of behaviour that no config names. Another one is short, as a last pack may
-be.
+The first row is about as long as the budget: it uses the kernels that training uses, and reveals
+limits that the config does not state, such as an expert capacity. Another row is short, as a last
+pack may be.
 
 A chunk, a window, a number of selected keys or an original context only matters to rows and samples
 that exceed it. Each such length that a model names gets a row in which a sample lies across it, and

@@ -6,8 +6,8 @@ The gradient of a document's logits with respect to the embeddings of all other 
 padding, is exactly zero unless a path leads from one to the other. Zeros stay zeros in every
 precision, whichever experts the tokens are routed to, and in whichever order kernels add them.
 
-A path without a gradient is not seen: a selection among all tokens, a capacity, a length of the
-row. Such paths change values, so packed documents are also compared with documents run alone.
+Paths without a gradient are missed: top-k over all tokens, an expert capacity, dependence on the
+row's length. They change values, so packed documents are also compared with documents run alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Types of models that `nopad` cannot serve, by class and config; refused at their first forward.
 
-Such a model would ignore the name and run its own attention across documents. Most types still ask
-for the mask of the name they were built with, and the mask function of `nopad` refuses them. Types
-without attention (Mamba, RWKV) ask for none: only our front ends and the doctor refuse these.
+Such a model would ignore `attn_implementation` and run its own attention across documents. Most
+types still request the mask registered for it, and the mask function of `nopad` refuses them.
+Types without attention (Mamba, RWKV) request none: only our front ends and the doctor refuse them.
 """
 
 from __future__ import annotations

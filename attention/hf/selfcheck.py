@@ -1,4 +1,4 @@
-"""Self-check: does packing or paging change what a model computes?
+"""The checks behind `nopad doctor`: a model run packed, one by one and over pages.
 
 The same documents run packed, one by one, and over pages:
 
@@ -6,7 +6,7 @@ The same documents run packed, one by one, and over pages:
     wrong    packed logits, loss or gradients differ from those of the documents run one by one
     paged    the same tokens, fed in chunks through the cache, give other logits than the packed row
 
-Used by `nopad doctor`, by the model zoo test, and before a long run.
+Also used by the model zoo test. Trainers check with `trainer/monitoring/packing_check.py`.
 """
 
 from __future__ import annotations

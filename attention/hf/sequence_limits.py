@@ -6,7 +6,7 @@ one long sequence changes all others. Up to the original context nothing depends
 
     Phi-3.5, original context 4096:   [4000 | 90] right   [4000 | 5000] refused   [5000] right
 
-Attention in chunks (Llama 4) is causal attention inside the first chunk, and not done beyond it.
+Attention in chunks (Llama 4) is causal inside the first chunk; beyond it, it is not supported.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ A hash chain with one link every 16 tokens:
     tokens   [ 16 tokens ][ 16 tokens ][ 16 tokens ]…
     keys     h(scope,·) ─▶ h(key0,·) ──▶ h(key1,·)      scope: the weights that computed them
 
-A key only finds a candidate: a link is a hit if what its key was computed from is equal, and its
-parent is the link found before. So a hash collision can cost a hit but never give a wrong one. A
-link lives as long as its parent. Page sizes are multiples of 16, so a link is in one page.
+A key only finds a candidate: a link is a hit if its stored content (position, parent, tokens) is
+equal, and its parent is the link found before. So a hash collision can cost a hit but never give a
+wrong one. A link lives as long as its parent. Page sizes are multiples of 16, so a link is in one
+page.
 
 Links are bytes in dicts, not objects that refer to each other: Python's garbage collector would
 visit hundreds of thousands of such objects again and again.
@@ -103,7 +104,7 @@ class PrefixIndex:
     def _chain(self, tokens: TokenIds, scope: str) -> Iterator[tuple[bytes, bytes]]:
         """Yield each link with its key.
 
-        With its position no link is equal to one that follows it, whatever the keys are.
+        Its position makes every link of a chain distinct, even if keys collide.
         """
         data = np.asarray(tokens, dtype=np.int64).tobytes()
         key = scope.encode()

@@ -1,4 +1,4 @@
-"""Capture mode: is a forward being captured into a CUDA graph; parallel branches inside graphs."""
+"""Whether a forward is being captured into a CUDA graph, and parallel streams inside a capture."""
 
 from __future__ import annotations
 

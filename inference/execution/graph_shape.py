@@ -1,4 +1,4 @@
-"""The shapes that steps are captured in: few, so that most steps find theirs, and padded to it.
+"""The few shapes in which CUDA graphs are captured, and the padding of a step to one of them.
 
     decode   one token per request      tokens = requests, rounded up; a row of logits for each
     mixed    prompts among decodes      tokens and requests are rounded up one by one
@@ -27,9 +27,9 @@ MIXED_TOKENS = (
 """Tokens of captured steps with prompts; the kernels of larger steps outlast their launches."""
 _MIXED_SEQS = (16, 64, 128, 256)
 _MIXED_WIDTH = 8
-"""Columns of the page table in the smallest of them."""
+"""Columns of the page table in the smallest mixed steps."""
 _DECODE_WIDTH = 4
-"""And in the smallest decode steps."""
+"""Columns of the page table in the smallest decode steps."""
 
 
 class GraphShape(NamedTuple):

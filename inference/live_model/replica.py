@@ -1,4 +1,4 @@
-"""Ranks that run one model together by tensor parallelism: what they must decide alike.
+"""The ranks of one tensor-parallel group: the decisions that they must agree on.
 
 Every forward is a collective of such ranks. They must therefore plan the same steps: from the same
 requests, over the same number of pages, dropping cached prefixes at the same time.

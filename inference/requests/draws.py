@@ -1,13 +1,13 @@
 """The random numbers of a request: a hash of its key and the position, without a state.
 
-    key: (run's seed, stream, number of the call, index of the prompt over all ranks, sample)
+    key: (engine's seed, stream, number of the call, index of the prompt over all ranks, sample)
 
 A request draws the same numbers whatever else is in the batch, however its prompt is chunked, on
 any rank, and after a preemption. The global generators are never used.
 
 Every call draws fresh numbers; the same calls in the same order, with the same seed, draw the same.
-Ranks that generate for themselves draw different numbers, ranks of one tensor-parallel group the
-same; a call that distributes its prompts over the ranks draws what one rank alone would.
+Independent ranks draw different numbers, ranks of one tensor-parallel group the same. A call that
+distributes its prompts over ranks draws what a single rank would.
 """
 
 from __future__ import annotations

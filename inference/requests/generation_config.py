@@ -1,6 +1,6 @@
 """Settings of a model's generation_config that the engine does not support are refused by name.
 
-`generate` of Transformers would apply them, so ignoring them gives other texts without a word.
+`generate` of Transformers would apply them, so ignoring them would silently change the texts.
 Settings with a counterpart in `SamplingParams` (temperature, top_p, repetition_penalty, …) are not
 read: there, `SamplingParams` decides, as in vLLM.
 """

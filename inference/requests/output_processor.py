@@ -1,4 +1,4 @@
-"""From sampled tokens to what callers read: detokenize, find stop strings, queue stream events.
+"""From sampled tokens to a `Completion`: a prompt's requests as a group, stop strings, events.
 
     a step of any call ─▶ updated requests ─▶ the event queue of the call that submitted them
 

@@ -301,7 +301,7 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Request, by: Request, why: str = "no page is left") -> None:
-        """Send a request back to the queue; its cache entries will be recomputed."""
+        """Send a request back to the queue; what is not a cached prefix by then is recomputed."""
         self.num_preemptions += 1
         victim.num_preemptions += 1
         self._trace.add(victim.id, "preempted", by=by.id, why=why)

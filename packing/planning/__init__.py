@@ -3,7 +3,7 @@
 from ..argument_checks import check_ints
 from .balancing import Cost, balance_plan
 from .packer import Packer
-from .padding import padded_fill
+from .padded_fill import padded_fill
 from .planner import Counts, Overflow, Plan, Planner, Strategy, pack_lengths
 
 __all__ = [

@@ -27,7 +27,7 @@ from ...runtime import HostCopy, to_device, unwrap_peft
 from .auxiliary_loss import AuxiliaryLoss, sum_weights
 from .cross_entropy import linear_cross_entropy
 from .head_bypass import HeadBypass, NoLogits, bypass_of, has_plain_head, split_scale
-from .row_shards import RowShards, check_shardable
+from .sequence_parallel import RowShards, check_shardable
 from .token_statistics import token_statistics
 
 

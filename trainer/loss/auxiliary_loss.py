@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from ...attention.hf import has_router_logits
 from ...packing import IGNORE_INDEX
-from .row_shards import RowShards
+from .sequence_parallel import RowShards
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import simulated
 import tiny_run
 import torch
 import torch.distributed as dist
-from nopad.trainer.loss.row_shards import RowShards
+from nopad.trainer.loss.sequence_parallel import RowShards
 
 CHILD = Path(__file__).parents[1] / "layouts" / "support" / "row_shards_child.py"
 
