@@ -8,12 +8,12 @@
 
 Every attention implementation that runs on this machine gets the same pack, and its results are
 compared with those of the documents one by one: logits, loss, gradients, and whether a gradient
-reaches another document. The last lines say where each may be used: in a loop of your own, in
+reaches another document. The last lines say where each may be used: in your own loop, in
 nopad's Engine, and in nopad's trainers, which repair the masks of stock attention.
 A tiny model has every kind of layer of its config, or all that its type can have; a last line names
 those it lacks.
-Exit status: 0 if every implementation that ran is isolated, 1 if one leaks or is wrong in a loop of
-your own or in the Engine, 2 if nothing could be checked: the model cannot be loaded or built, or no
+Exit status: 0 if every implementation that ran is isolated, 1 if one leaks or is wrong in your
+own loop or in the Engine, 2 if nothing could be checked: the model cannot be loaded or built, or no
 implementation runs it here.
 
 --distributed needs no model: in under a minute, packs, resume, losses and gradients of DDP, FSDP2,

@@ -269,7 +269,7 @@ def _own_loop_verdict(results: list[IsolationResult]) -> tuple[str, bool]:
     if repaired:
         names = ", ".join(repaired)
         parts += [f"nopad.attention.document_mask around the forward repairs {names}"]
-    return f"In a loop of your own with PackedCollator: {'; '.join(parts)}.", not faults
+    return f"In your own loop with PackedCollator: {'; '.join(parts)}.", not faults
 
 
 def _engine_verdicts(results: list[IsolationResult]) -> Iterator[tuple[str, bool]]:

@@ -23,7 +23,7 @@ import numpy as np
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..runtime import Layout, find_layout, is_current, told_ranks
+from ..runtime import Layout, data_rank_and_size, find_layout, is_current
 from .argument_checks import check_counts, check_ints
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
@@ -145,7 +145,7 @@ class PackedDataset(IterableDataset):
     ):
         """Open the source."""
         self.epochs, self.max_packs = check_counts(epochs=epochs, max_packs=max_packs)
-        self.rank, self.world_size = _check_rank(*told_ranks(rank, world_size, device_mesh))
+        self.rank, self.world_size = _check_rank(*data_rank_and_size(rank, world_size, device_mesh))
         self.cache_dir: Any = cache_dir
         self.token_cache = TokenCache.of(cache_dir)
         self.encoder = encoder = Encoder(

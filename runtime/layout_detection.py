@@ -81,7 +81,7 @@ def find_layout(
     return Layout(rank(), world_size(), tensor, sequence or Axis())
 
 
-def told_ranks(
+def data_rank_and_size(
     data_rank: int | None, data_size: int | None, mesh: DeviceMesh | None
 ) -> tuple[int | None, int | None]:
     """Return the data-parallel rank and size that the user passed, as numbers or a named mesh."""

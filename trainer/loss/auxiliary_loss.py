@@ -108,7 +108,7 @@ class AuxiliaryLoss:
         if batch.cross_entropy is None:
             raise ValueError(
                 f"{type(self._model).__name__} does not call self.loss_function, so its auxiliary "
-                "loss would be left out: train with output_router_logits=False"
+                "loss would be omitted: train with output_router_logits=False"
             )
         assert batch.mask is None or batch.is_mask_taken, "the layers have seen the mask"
         share = batch.weight.to(batch.cross_entropy.dtype) / batch.divisor

@@ -421,7 +421,7 @@ class PackedTrainerMixin(_Base):
         batches = self.current_gradient_accumulation_steps * self._num_replicas()
         if is_own and batches > 1 and self.loss_is_scaled_for_ga is None:
             raise ValueError(
-                f"{type(self).__name__}.compute_loss computes a loss of its own, and a step has "
+                f"{type(self).__name__}.compute_loss computes its own loss, and a step has "
                 f"{batches} batches: set loss_is_scaled_for_ga=True in the class if it divides by "
                 "inputs['num_items_in_batch'], False if it is the mean of a batch"
             )
@@ -655,7 +655,7 @@ def _check_losses(trainer: type) -> None:
             continue
         elif is_trl:
             raise ValueError(
-                f"{base.__name__} computes its loss from batches of its own, not from packs: use "
+                f"{base.__name__} computes its loss from its own batches, not from packs: use "
                 "it without PackedTrainerMixin"
             )
         elif base in below:
