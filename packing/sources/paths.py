@@ -80,7 +80,7 @@ def display_name(paths: Sequence[DataFile]) -> str:
 def files_fingerprint(kind: str, files: Sequence[DataFile], sizes: Sequence[int] = ()) -> str:
     """Identify files by their content, not by names or dates: a copy is the same data.
 
-    sizes: the bytes of each file that count, default all.
+    sizes: number of bytes of each file that count; default: all.
     """
     sizes = sizes or [file.stat().st_size for file in files]
     ranges = _ranges_of_files(sizes)

@@ -237,5 +237,5 @@ def test_the_length_of_a_loader_is_the_number_of_its_batches(drop_last):
     assert len(loader) == len(list(loader))
     assert len(EvaluationLoader(data)) == data.count()
     assert len(EvaluationLoader(data, limit=2)) == 2
-    with pytest.raises(TypeError, match="no end to count"):
+    with pytest.raises(TypeError, match="the data has no end"):
         len(PackedLoader(tiny_run.dataset(epochs=None)))
