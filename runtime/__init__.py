@@ -1,4 +1,4 @@
-"""What training and generation share about the process and the model; nothing but torch."""
+"""Process and model helpers for training and generation; they need only torch."""
 
 from .collectives import (
     RankError,

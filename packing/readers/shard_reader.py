@@ -127,7 +127,7 @@ class ShardReader:
     def _look_ahead(self) -> None:
         """Make the pack after the next one, to know whether the next one is the last.
 
-        An error on the way is raised when that pack is requested, not before.
+        An error while making it is raised when that pack is requested, not before.
         """
         self._looked_ahead, self._next = True, next(self._packs, None)
         try:

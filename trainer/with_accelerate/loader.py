@@ -50,7 +50,7 @@ from ..train_mode import ensure_train_mode
 class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
     """The batches of this process, on its device, in step with Accelerate's gradient state.
 
-    After `load_state` it continues by itself: do not use `skip_first_batches`.
+    After `load_state` it continues at the saved position: do not use `skip_first_batches`.
     """
 
     _joined: Layout | None = None

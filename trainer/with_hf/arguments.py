@@ -230,21 +230,21 @@ def check_arguments(
             "process per GPU with accelerate launch or torchrun, or make only one GPU visible"
         )
     names = {field.name for field in dataclasses.fields(args)}
-    for name, (accepts, way_out) in {**TRAINING, **SFT}.items():
+    for name, (accepts, advice) in {**TRAINING, **SFT}.items():
         if name not in names or name in honoured:
             continue
         value = getattr(args, name)
         if value != _default_of(args, name) and not accepts(value, data):
-            raise _refusal(name, value, way_out)
+            raise _refusal(name, value, advice)
     config: Any = args.accelerator_config
     for name, values in ACCELERATOR.items():
         if getattr(config, name, values[0]) not in values:
             raise _refusal(
                 f"accelerator_config {name}", getattr(config, name), "each rank reads its own packs"
             )
-    for name, way_out in TRAINER.items():
+    for name, advice in TRAINER.items():
         if given.get(name) is not None:
-            raise _refusal(name, "…", way_out)
+            raise _refusal(name, "…", advice)
 
 
 def _default_of(args: TrainingArguments, name: str) -> Any:
@@ -252,9 +252,9 @@ def _default_of(args: TrainingArguments, name: str) -> Any:
     return {field.name: field.default for field in dataclasses.fields(args)}.get(name)
 
 
-def _refusal(name: str, value: Any, way_out: str) -> ValueError:
+def _refusal(name: str, value: Any, advice: str) -> ValueError:
     value = value if value == "…" else repr(value)
-    return ValueError(f"{name}={value} does not apply to packs: {way_out}; omit it")
+    return ValueError(f"{name}={value} does not apply to packs: {advice}; omit it")
 
 
 def _keeps_length(max_length: int | None, data: PackedDataset) -> bool:

@@ -176,7 +176,7 @@ def _best_metric_name(args: Any) -> str | None:
 def metrics_kept(trainer: Trainer, mode: str) -> Iterator[None]:
     """Keep TRL's metrics of "train" or "eval" for their own log line; nothing in other trainers.
 
-    TRL adds those of a mode to whatever is logged next while the model is in it.
+    TRL adds the metrics of a mode to the next line logged while the model is in that mode.
     """
     metrics = trl_log(trainer)
     if metrics is None:

@@ -38,7 +38,7 @@ def test_a_partial_window_is_dropped_if_asked():
 
 def test_data_of_less_than_a_step_is_not_dropped_in_silence():
     loader = PackedLoader(tiny_run.dataset(), accumulation_steps=16, drop_last=True)
-    with pytest.raises(ValueError, match="not enough packs for one optimizer step, and drop_last"):
+    with pytest.raises(ValueError, match="too few packs for one optimizer step, and drop_last"):
         list(loader)
     assert list(EvaluationLoader(tiny_run.dataset(), limit=0)) == []
 
