@@ -115,7 +115,7 @@ class _HostTensor:
         self._copied = self._copy(self._host, tensor)
 
     def release(self) -> None:
-        """Free the tensor on the device, once its copy to the host is finished."""
+        """Free the tensor on the device; later work there waits for the copy to the host."""
         self._wait()
         self._on_device = None
 

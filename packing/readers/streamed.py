@@ -47,7 +47,7 @@ class StreamedPacks:
         self._check_share(position, share)
         index = share.next(base, position.index)
         shards = self._shards = self._open(position, share, index, cursors)
-        # Shards that have ended, unknown to the state: each gives a cursor.
+        # Shards whose end the state does not have yet: each gives a cursor.
         unended = {n for n in shards if not cursors.get(n, {}).get("ended")}
         passed: list[dict] = []
         end = sys.maxsize if self.max_packs is None else share.round_end(self.max_packs - 1, base)

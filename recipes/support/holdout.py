@@ -3,8 +3,7 @@
     rows ─▶ hash of the row % 50 == 0 ─▶ the first `count` ─┬─▶ held out: prompts and references
                                                             └─▶ all other rows: packs
 
-The choice depends only on the content of the rows, so it is the same for any number of ranks and
-shards and after restarts.
+The choice depends only on the content of the rows, not on ranks, shards or restarts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Run a recipe: exit status, errors that the user can fix in one line, signals.
 
-An error before the first training step is one that the user can fix: it is printed in one line,
-with status 2. A training that diverged prints one line, with status 1. Any other error during
-training keeps its traceback.
+An error before the first training step, which the user can fix, is printed in one line, with status
+2; a training that diverged too, with status 1. Other errors during training keep their traceback.
 """
 
 from __future__ import annotations

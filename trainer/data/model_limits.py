@@ -22,7 +22,7 @@ class ModelLimits:
 
     @classmethod
     def of(cls, *models: Any) -> ModelLimits:
-        """Return the limits that all of the models share."""
+        """Return the strictest limits of the models."""
         configs = [model.config.get_text_config() for model in models]
         lengths = [limit for limit in map(length_limit, configs) if limit is not None]
         shortest = min(lengths, key=lambda limit: limit.length, default=None)
