@@ -2,7 +2,7 @@
 
     from nopad import PackedDataset, PackedCollator, PackedTrainer, Engine, SamplingParams
 
-Names are loaded on first use, each from its room; `import nopad` itself loads nothing heavy.
+Names are loaded on first use, each from its sub-package; `import nopad` itself loads nothing heavy.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ COMMANDS = {
 }
 
 RECIPES = {
-    "pretrain": ("pretrain", "pretrain with Accelerate, and generate on the way"),
+    "pretrain": ("pretrain", "pretrain with Accelerate, and evaluate by generation"),
     "sft": ("sft", "fine-tune a chat model on conversations"),
     "train-hf": ("train_hf", "pretrain with the HF Trainer"),
     "pretrain-lightning": ("pretrain_lightning", "pretrain with Lightning"),

@@ -8,13 +8,13 @@
 
 Every attention implementation that runs on this machine gets the same pack, and its results are
 compared with those of the documents one by one: logits, loss, gradients, and whether a gradient
-reaches another document. The last lines say where each may be used: in a loop of your own, in
+reaches another document. The last lines say where each may be used: in your own loop, in
 nopad's Engine, and in nopad's trainers, which repair the masks of stock attention.
-A tiny model has every kind of layer of its config, or all that its type can have; a last line names
-those it lacks.
-Exit status: 0 if every implementation that ran is isolated, 1 if one leaks or is wrong in a loop of
-your own or in the Engine, 2 if nothing could be checked: the model cannot be loaded or built, or no
-implementation runs it here.
+A tiny model has every kind of layer in its config or, without a config, every kind its type can
+have; the last line names kinds that are missing.
+Exit status: 0 if every implementation that ran is isolated, 1 if one leaks or is wrong in your
+own loop or in the Engine, 2 if nothing could be checked because the model cannot be loaded or
+built, or no implementation runs it here.
 
 --distributed needs no model: in under a minute, packs, resume, losses and gradients of DDP, FSDP2,
 sequence and tensor parallelism, and generation are compared across the ranks that a launcher starts
@@ -54,7 +54,9 @@ def main(argv: list[str]) -> int:
         with _quiet():
             return _report_distributed(args)
     if args.model is None:
-        raise ValueError("name a checkpoint, a config.json or a model type such as llama")
+        raise ValueError(
+            "MODEL is missing: pass a checkpoint, a config.json or a type such as llama"
+        )
     if args.parity and args.attn is not None:
         raise ValueError("--attn has no effect with --parity, which compares backends of nopad")
     args.attn = IMPLEMENTATIONS if args.attn is None else args.attn
@@ -88,7 +90,7 @@ def _parse_args(argv: list[str]) -> argparse.Namespace:
     )
     add("--attn", help="attention implementations, separated by commas; default: "
         f"{IMPLEMENTATIONS}")  # fmt: skip
-    add("--tiny", action="store_true", help="check a tiny model of the same config, random weights")
+    add("--tiny", action="store_true", help="check a tiny random model of the same config")
     add("--parity", action="store_true",
         help="compare log-probabilities of generation and training")  # fmt: skip
     add("--distributed", action="store_true",
@@ -128,8 +130,8 @@ def _report_isolation(
 def _report_parity(name: str, model: Any, lacks: list[str]) -> int:
     """Print how far generation is from training; return the exit status.
 
-    1 if a difference exceeds rounding, if the backend that runs everywhere failed, or if none ran;
-    2 for an unsupported model.
+    The status is 1 if a difference exceeds rounding, if the backend that runs everywhere failed, or
+    if none ran; 2 for an unsupported model.
     """
     from ..attention import unsupported_reason
     from .doctor_isolation import not_examined
@@ -166,7 +168,7 @@ def _load(name: str, tiny: bool) -> tuple[Any, Any, list[str]]:
     lacks: list[str] = []
     if is_adapter(path):
         if tiny:
-            raise ValueError("it is an adapter, and --tiny needs the config of a model")
+            raise ValueError("it is an adapter, but --tiny needs the config of a model")
         model = load_weights(path, merge=True, **options).requires_grad_()  # PEFT freezes it
         config = model.config
     else:
@@ -184,7 +186,7 @@ def _load(name: str, tiny: bool) -> tuple[Any, Any, list[str]]:
 
 
 def _check_finite(model: Any) -> None:
-    """Raise if the model's own results are not numbers: no attention could be compared with it."""
+    """Raise if the model's own logits are not finite: no attention could be compared with them."""
     import torch
 
     with torch.no_grad():

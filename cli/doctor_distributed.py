@@ -1,8 +1,8 @@
 """`nopad doctor --distributed`: do packs, losses and generation agree across the ranks of a run?
 
-Started by any launcher, on the machines that will train. A tiny Llama in float32 is trained for a
-few steps in each layout, and compared with the same steps computed by every rank alone. Rank 0
-prints a table; the exit status is 1 on every rank if something disagrees on one of them.
+Run it under any launcher, on the machines that will train. It trains a tiny Llama in float32 for a
+few steps in each layout, and compares them with the same steps computed by every rank alone. Rank 0
+prints a table; the exit status is 1 on every rank if a check fails on one of them.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class Disagreement(ValueError):
-    """What a check found to be wrong."""
+    """A fault that a check found."""
 
 
 class Skip(Exception):
-    """Why a check does not apply to this number of ranks."""
+    """The reason why a check does not apply to this number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def main() -> int:
     """Run all checks on every rank; return the exit status."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise ValueError(
-            "--distributed compares the ranks of a launcher, and there is one process: "
+            "--distributed compares the ranks of a launcher, but there is one process: "
             "torchrun --nproc-per-node 2 -m nopad doctor --distributed"
         )
     with _process_group() as device:
@@ -182,7 +182,7 @@ def check_packs(device: torch.device) -> str:
 
 
 def check_resume(device: torch.device) -> str:
-    """Stop after a step, load the merged state in a new loader, and compare what is left."""
+    """Stop after a step, load the merged state in a new loader, and compare the rest."""
     layout = _data_parallel()
     whole = [batch["input_ids"] for batch in _loader(layout, count_items=False)]
     stopped = _loader(layout, count_items=False)
@@ -245,7 +245,7 @@ def check_tensor_parallel(device: torch.device) -> str:
 
 
 def check_generation(device: torch.device) -> str:
-    """Compare completions that the ranks share out with those of each rank alone."""
+    """Compare completions that the ranks generate together with those of each rank alone."""
     return _compare_completions(_model(device).eval(), device)
 
 
@@ -293,7 +293,7 @@ def _data_parallel() -> Layout:
 
 
 def _group_axis() -> Axis:
-    """Return groups of ranks that can share the heads of the model, as large as there are."""
+    """Return the largest groups of ranks that can share the heads of the model."""
     size = math.gcd(world_size(), NUM_HEADS)
     if size == 1:
         raise Skip(f"{world_size()} ranks do not form equal groups of 2, 4 or 8")
@@ -334,7 +334,7 @@ def _with_ddp(model: nn.Module) -> nn.Module:
 def _compare_training(model: Any, trained: nn.Module, layout: Layout) -> str:
     """Train in a layout, and compare losses and gradients with those of one rank alone.
 
-    trained: the model, or what wraps it.
+    trained: the model, or its wrapper.
     """
     attach_loss(model, sequence_group=join_sequence_group(layout))
     device = next(model.parameters()).device

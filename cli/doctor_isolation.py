@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 VERDICT_STYLES = {"isolated": "green", "LEAK": "bold red", "WRONG": "bold red"}
 MAX_ROW = 1200
-"""Tokens in a row of the check: eager attention takes memory by their square."""
+"""Tokens in a row of the check: the memory of eager attention is quadratic in them."""
 ROOM = 32
 """Tokens of the documents beside the one that exceeds a length."""
 MAX_WIDTH, MAX_NOTE = 100, 80
@@ -56,10 +56,10 @@ class IsolationResult:
     paged: float | None = None
     """Logits of generation over the paged cache against those of the packed row."""
     engine_fault: str = ""
-    """What is wrong with generation; empty if nothing, or if it was not examined."""
+    """The fault of generation; empty if there is none, or if it was not examined."""
     note: str = ""
     condition: str = ""
-    """What training needs to be right."""
+    """A condition under which training is right."""
     is_repaired: bool = False
     """Whether `document_mask`, which our trainers use, makes it right."""
 
@@ -258,7 +258,7 @@ def _trainers_verdict(results: list[IsolationResult]) -> tuple[str, bool]:
 
 
 def _own_loop_verdict(results: list[IsolationResult]) -> tuple[str, bool]:
-    """Say which attention is right in a loop of the user's own, where nothing repairs the masks."""
+    """Say which attention is right in the user's own loop, where nothing repairs the masks."""
     good = [result for result in results if result.verdict == "isolated"]
     faults = _faults(result for result in results if result.is_bad)
     if not good and not faults:
@@ -269,7 +269,7 @@ def _own_loop_verdict(results: list[IsolationResult]) -> tuple[str, bool]:
     if repaired:
         names = ", ".join(repaired)
         parts += [f"nopad.attention.document_mask around the forward repairs {names}"]
-    return f"In a loop of your own with PackedCollator: {'; '.join(parts)}.", not faults
+    return f"In your own loop with PackedCollator: {'; '.join(parts)}.", not faults
 
 
 def _engine_verdicts(results: list[IsolationResult]) -> Iterator[tuple[str, bool]]:

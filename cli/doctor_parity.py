@@ -3,7 +3,7 @@
 The engine completes a few prompts and reports the log-probability of each token it sampled; one
 packed training forward computes them again. The table shows the difference for each dtype and each
 attention backend that can generate here. In batch-invariant rows every product has one shape, so
-that no rounding depends on the batch a token is in: in float32 on a CPU the difference is then 0.
+that rounding does not depend on the batch: in float32 on a CPU the difference is then 0.
 """
 
 from __future__ import annotations
@@ -108,4 +108,4 @@ def _verdict(rows: list[Row]) -> str:
         return f"Generation and training DIFFER by more than {rounding}."
     if any(row.is_bad for row in rows):
         return "Generation was NOT compared with training: sdpa, which runs everywhere, did not."
-    return f"Generation agrees with training, but for {rounding}."
+    return f"Generation agrees with training, except for {rounding}."

@@ -3,7 +3,7 @@
     nopad eval path/to/checkpoint --tasks arc_easy,gsm8k --limit 200
     torchrun --nproc_per_node 4 -m nopad eval path/to/checkpoint --tasks ...   # one model per GPU
 
-Scores equal those of `lm_eval --model hf`. The output is a table, and one line of JSON last.
+Scores equal those of `lm_eval --model hf`. The output is a table and, as the last line, JSON.
 """
 
 from __future__ import annotations

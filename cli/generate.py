@@ -7,9 +7,9 @@
 
 A text file has one prompt per line. A .jsonl file (or --jsonl) has one JSON object per line, with
 "prompt" (text or token ids) or "messages", and optionally sampling parameters such as "max_tokens".
-A .json file is a list of prompts or such objects. The messages of a chat are followed by a new turn
-of the assistant, also if the last turn is the assistant's: remove answers that the model should
-give itself. A terminal shows prompts and completions for people; a pipe or --output gets one JSON
+A .json file is a list of prompts or such objects. The model adds a new assistant turn after the
+messages of a chat, even if the last turn is the assistant's: remove answers that the model should
+give. On a terminal, prompts and completions are shown as text; a pipe or --output gets one JSON
 object per completion, with its prompt, in the order of the prompts. Exit status: 0 on success, 1 if
 a request failed, 2 if the command could not start.
 """
@@ -82,7 +82,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _write_output(path: Path, text: str) -> None:
-    """Write the completions; if the disk is full, save them from being lost."""
+    """Write the completions; if the file cannot be written, print them instead."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     add_model_argument(add, "checkpoint folder or hub name")
     add("--prompt", action="append", help="a prompt; can be repeated")
     add("--file", help="file of prompts: text, .jsonl or .json; - reads standard input")
-    add("--jsonl", action="store_true", help="--file is in JSON lines, whatever its suffix")
+    add("--jsonl", action="store_true", help="read --file as JSON lines, with any suffix")
     add("--chat", action="store_true", help="apply the tokenizer's chat template to text prompts")
     add("--output", type=writable_path, help="output file; default: standard output")
     add("--text", action="store_true",
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
 def _read_entries(args: argparse.Namespace) -> list[PromptEntry]:
     """Return all prompts, as chats with --chat."""
     if args.jsonl and not args.file:
-        raise ValueError("--jsonl is the format of --file, which is missing")
+        raise ValueError("--jsonl needs --file")
     entries: list[PromptEntry] = [(prompt, {}) for prompt in args.prompt or ()]
     if args.file:
         entries += read_prompts(args.file, args.jsonl)
@@ -232,7 +232,7 @@ def _print_completions(out: Console, prompts: list[Any], completions: list[Compl
 
 
 def _prompt_text(prompt: Any) -> str:
-    """Return what a person reads of a prompt: the text, the turns of a chat, or ids."""
+    """Format a prompt for people: the text, the turns of a chat, or ids."""
     if isinstance(prompt, str):
         return prompt
     if prompt and isinstance(prompt[0], dict):

@@ -1,11 +1,11 @@
-"""`nopad inspect DATA`: what packing does to a dataset, before any training.
+"""`nopad inspect DATA`: show what packing does to a dataset, without training.
 
     nopad inspect corpus.jsonl --tokenizer path/or/name --budget 8192
     nopad inspect tokens/ --budget 4096 --html report.html
 
-Shows the lengths of the samples, the fill of packs for several budgets, what padding would waste, a
-map of the first packs, and the first pack as text, coloured by what counts for the loss ([[in
-brackets]] where there is no colour). --html writes all of it as one page.
+Shows the lengths of the samples, the fill of packs for several budgets, the waste of padding, a map
+of the first packs, and the first pack as text, in which tokens that count for the loss are coloured
+(or [[in brackets]] without colour). --html writes all of it as one page.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def _parse_args(argv: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of the order")
     add("--packs", type=count, default=12, help="packs on the map")
     add("--decode", type=count, default=1, help="packs to show as text")
-    add("--html", type=writable_path, help="write a report to this HTML file, too")
-    add("--png", type=png_path, help="write the map to this PNG file, too (matplotlib)")
+    add("--html", type=writable_path, help="also write a report to this HTML file")
+    add("--png", type=png_path, help="also write the map to this PNG file (needs matplotlib)")
     return command.parse_args(argv)
 
 

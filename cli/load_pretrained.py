@@ -1,6 +1,6 @@
 """Load models and tokenizers named on the command line.
 
-The functions are those of `nopad.inference.pretrained`, which loads torch: `--help` does without.
+The functions are those of `nopad.inference.pretrained`, imported late because it loads torch.
 """
 
 from __future__ import annotations

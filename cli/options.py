@@ -23,13 +23,13 @@ PYTHON_ADVICE = {
     "pass a function as format=": "convert the rows to text or messages first",
     "; check=False skips this check": "",
 }
-"""Advice that has no option, and what to say instead."""
+"""Advice that has no command-line option, and its replacement."""
 ROW_FORMATS = ("alpaca", "sharegpt")
 OVERFLOWS = ("split", "truncate", "drop", "error")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keep the line breaks of descriptions, and show defaults that say something."""
+    """Keep the line breaks of descriptions, and show informative defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         # Compare False by identity: it equals 0, which is a default worth showing.
@@ -238,7 +238,7 @@ def number_from_0(text: str) -> float:
 
 
 def number_above_0(text: str) -> float:
-    """Parse a number above 0; inf stands for no limit."""
+    """Parse a number above 0; inf means no limit."""
     number = _float(text)
     if not number > 0:  # also true for NaN
         raise argparse.ArgumentTypeError(f"{text!r}: pass a number above 0")

@@ -24,7 +24,7 @@ from typing import IO, Any
 PromptEntry = tuple[Any, dict[str, Any]]
 """A prompt, and its own sampling parameters."""
 MIN_SIMILARITY = 0.85
-"""Of a field to the name of a parameter, as difflib measures it, to be taken for a misspelling."""
+"""Similarity (of difflib) from which a field counts as a misspelled parameter."""
 
 
 def read_prompts(name: str, is_jsonl: bool = False) -> list[PromptEntry]:

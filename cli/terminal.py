@@ -1,7 +1,8 @@
-"""The look of every command: tables, colour and progress bars, on a terminal and in a pipe.
+"""Output of every command: tables, colour and progress bars, on a terminal and in a pipe.
 
-On a terminal, output has colour unless NO_COLOR is set, and fits its width. In a pipe it has
-neither, so that other programs can read it. Control characters of data are shown, not obeyed.
+On a terminal, output has colour unless NO_COLOR is set, and fits the width. In a pipe, it has no
+colour and lines are not wrapped, so that other programs can read it. Control characters in data are
+escaped.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PIPE_WIDTH = 1000
 
 
 def printable(text: object) -> str:
-    """Write control characters as JSON does, so that data cannot move the cursor or more.
+    """Escape control characters as JSON does, so that data cannot control the terminal.
 
     >>> print(printable("a" + chr(27) + "[2J"))
     a\\u001b[2J
@@ -37,9 +38,9 @@ def console(stderr: bool = False) -> Console:
 
     class PlainConsole(Console):
         def on_broken_pipe(self) -> None:
-            raise  # rich would exit with a status of its own
+            raise  # rich would exit with another status
 
-    # Without markup, emoji codes and highlighting: brackets of data are no styles.
+    # Without markup, emoji codes and highlighting: brackets in data are not styles.
     stream = sys.stderr if stderr else sys.stdout
     made = PlainConsole(file=stream, markup=False, emoji=False, highlight=False)
     if not made.is_terminal:

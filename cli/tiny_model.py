@@ -1,6 +1,6 @@
 """Tiny models with random weights: every kind of layer that a config, or a model type, can have.
 
-What cannot be built small is reported: a check of a model without it says nothing about it.
+Kinds of layers that cannot be built small are reported, because the check does not cover them.
 """
 
 from __future__ import annotations
@@ -93,11 +93,12 @@ EVERY_KIND: dict[str, dict[str, Any]] = {
     "zamba2": {"layer_types": ["linear_attention", "hybrid"], "use_mem_rope": True},
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding"]},
 }  # fmt: skip
-"""Settings that give a type the kinds of layers it lacks by default, where its source alone does
-not tell."""
+"""Settings that give a type the kinds of layers it lacks by default, if they cannot be found in its
+source."""
 NOT_LAYERS = ("Norm", "Pooler", "Embedder", "FlashAttention2", "CrossAttention")
-"""In names of modules: what cannot make tokens of a text reach others, or is another name of an
-attention implementation. Cross-attention reads an encoder's output, which packs do not have."""
+"""Parts of module names that do not count as kinds of layers: modules that do not mix tokens of a
+text, and other names of attention implementations. Cross-attention reads an encoder's output, which
+packs do not have."""
 LAYER_COUNTS = (None, 8)
 """Numbers of layers to try until a tiny model has every kind; None: one layer for each kind."""
 MAX_PARAMETERS = 50_000_000

@@ -1,4 +1,4 @@
-"""Samples or packs to the batch of a training step.
+"""Collators: samples or packs to the batch of a training step.
 
 Importing this registers attn_implementation="nopad" with Transformers, so that a model can be
 loaded with it before anything else of nopad is imported.

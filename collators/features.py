@@ -1,4 +1,4 @@
-"""Feature dicts, as a trainer hands them to its collator, to samples."""
+"""Convert the feature dicts that a trainer passes to its collator into samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _documents(row: Any) -> list[Sample]:
     if isinstance(row, Sample):
         return [row]
     if isinstance(row, Pack):
-        raise ValueError("a Pack is not a sample: PackedCollator takes packs, if all are packs")
+        raise ValueError("a Pack is not a sample: pass PackedCollator either packs or samples")
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict with `input_ids`, got {type(row).__name__}")
     if "input_ids" not in row:

@@ -27,9 +27,9 @@ from .sample_weights import parent_label_counts, sample_weights
 class PackedCollator:
     """Collate one pack, several packs, or a list of samples, without padding.
 
-    The samples of a row stay apart under attn_implementation="nopad" and in our trainers. With
-    stock attention outside of them, model types that do not hand positions to their masks (GPT-OSS,
-    OPT, Falcon, BLOOM, MPT, ...: collators/README.md) let them see each other: ask `nopad doctor`.
+    Samples are isolated with attn_implementation="nopad" and in nopad's trainers. With stock
+    attention in other loops, samples attend to each other in model types that do not pass positions
+    to their masks (GPT-OSS, OPT, Falcon, BLOOM, MPT, ...): check yours with `nopad doctor`.
 
     >>> batch = PackedCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist()
@@ -53,19 +53,20 @@ class PackedCollator:
 
         Args:
             seq_idx: number the sequences for Mamba-like layers.
-            pad_to_budget: T is always the budget: one more sequence, ignored by the loss, pads a
-                row.
-            fixed_sequences: all shapes are constant, so that torch.compile builds one graph: rows
-                are padded, and `cu_seq_lens` has this many sequences, with the padding sequence.
+            pad_to_budget: pad every row to the budget with one more sequence, which the loss
+                ignores.
+            fixed_sequences: make all shapes constant, so that torch.compile builds one graph: rows
+                are padded to the budget, and `cu_seq_lens` has this many sequences, including the
+                padding sequence.
             max_length: the value of `max_length_*` with fixed shapes, at least the longest
-                sequence; default: the budget, always correct, but attention launches idle blocks.
-            stack: several packs become rows [B, budget] instead of one longer row.
-            mean: "sample" adds `loss_weights` that give every sample the same weight, long or
-                short; tokens of a split sample weigh as much as unsplit, but the first token of
-                each part is not a label, so its parts together weigh slightly less. The attached
-                loss uses the weights (`nopad.attach_loss`, or any of our front ends); stock
-                losses ignore them.
-            pad_token_id: the id of padding with fixed shapes; the loss ignores it.
+                sequence. The default, the budget, is always correct, but attention launches idle
+                blocks.
+            stack: stack several packs as rows [B, budget] instead of one longer row.
+            mean: "sample" adds `loss_weights` that give every sample the same weight. Tokens of a
+                split sample weigh as much as unsplit, but the first token of each part is not a
+                label, so the parts together weigh slightly less. The attached loss
+                (`nopad.attach_loss`, or any front end) uses the weights; stock losses ignore them.
+            pad_token_id: id of the padding with fixed shapes; the loss ignores it.
         """
         check_flags(seq_idx=seq_idx, pad_to_budget=pad_to_budget, stack=stack)
         if fixed_sequences is not None and not is_integer(fixed_sequences, 1):
@@ -78,7 +79,7 @@ class PackedCollator:
             )
         check_pad_token_id(pad_token_id)
         if mean not in ("token", "sample"):
-            raise ValueError(f"mean={mean!r}: the loss is a mean over 'token' or 'sample'")
+            raise ValueError(f"mean={mean!r}: pass 'token' or 'sample'")
         self.seq_idx = seq_idx
         self.pad_to_budget = pad_to_budget or stack or fixed_sequences is not None
         self.fixed_sequences = fixed_sequences
@@ -123,7 +124,7 @@ class PackedCollator:
         if longest > fixed:
             raise ValueError(
                 f"a sequence of {longest} tokens is longer than max_length={fixed}: "
-                "the padding sequence counts too; raise it, the budget is safe"
+                "the padding sequence counts too; raise it, the budget always suffices"
             )
         return fixed
 
@@ -135,7 +136,7 @@ class PackedCollator:
         if self.pad_to_budget:
             raise ValueError(
                 "pad_to_budget, stack and fixed_sequences pad rows to the budget of their packs, "
-                "and samples have no budget: pass packs"
+                "but samples have no budget: pass packs"
             )
         samples = as_samples(rows)
         return [Pack.of(samples, budget=sum(len(sample) for sample in samples))]
@@ -180,7 +181,7 @@ def lay_out_rows(
     if max_sequences is not None and sequences > max_sequences:
         raise ValueError(
             f"a batch has {sequences} sequences, but fixed_sequences={max_sequences}: raise it, "
-            "budget / shortest sample is safe"
+            "budget / shortest sample always suffices"
         )
     rows = np.empty((3, 1, total), np.int64)
     cu_seq_lens = np.empty((max_sequences or sequences) + 1, np.int32)

@@ -1,4 +1,4 @@
-"""The baseline that packing is measured against: samples padded to the longest of the batch."""
+"""The baseline that packing is compared with: samples padded to the longest of the batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PaddedCollator:
 
     def __init__(self, *, pad_token_id: int = 0, pad_to_multiple_of: int = 1):
         if not is_integer(pad_to_multiple_of, 1):
-            raise ValueError(f"pad_to_multiple_of={pad_to_multiple_of!r}: 1 or more, or omit it")
+            raise ValueError(f"pad_to_multiple_of={pad_to_multiple_of!r}: pass at least 1")
         check_pad_token_id(pad_token_id)
         self.pad_token_id = int(pad_token_id)
         self.pad_to_multiple_of = int(pad_to_multiple_of)

@@ -30,7 +30,7 @@ class PreferenceBatch(dict):
 
     def __missing__(self, name: str) -> Any:
         raise ValueError(
-            f"PreferenceCollator packs pairs and gives no {name!r}, which padded pairs have: omit "
+            f"PreferenceCollator packs pairs and has no {name!r}, unlike padded pairs: omit "
             "data_collator= in TRL's DPOTrainer, or compute the loss of packed pairs with "
             "nopad.preference_log_probs"
         )
@@ -61,20 +61,21 @@ class PreferenceCollator:
             tokenizer: for pairs of text or messages: `prompt`, `chosen` and `rejected`, or two
                 conversations `chosen` and `rejected` that begin alike. Pairs of ready ids
                 (`prompt_ids`, `chosen_ids`, `rejected_ids`) need none.
-            add_eos: end answers of text with the tokenizer's eos (True), with this id, or not
-                (False). Messages end as the chat template says, and ready ids as they are.
-            max_length: the longest sequence; an answer loses its end, then the prompt its
-                beginning, as much for both answers; `num_cut` counts the pair. None: nothing is
-                cut.
-            options: those of `PackedCollator`, except for fixed shapes: pairs vary in length.
+            add_eos: end answers of text with the tokenizer's eos (True), with this id, or not at
+                all (False). Messages end as the chat template says; ready ids stay unchanged.
+            max_length: the longest sequence. In a longer pair, first the end of an answer is cut,
+                then the beginning of the prompt, equally for both answers; `num_cut` counts the
+                pair. None: nothing is cut.
+            options: options of `PackedCollator`, except for fixed shapes, since pairs vary in
+                length.
         """
         if max_length is not None and check_ints(max_length=max_length)[0] < 2:
-            raise ValueError(f"max_length={max_length}: a prompt and an answer need a token each")
+            raise ValueError(f"max_length={max_length}: prompt and answer need at least one token")
         for name in ("pad_to_budget", "fixed_sequences", "stack"):
             if options.get(name):
                 raise ValueError(f"{name}={options[name]}: pairs have no budget to pad to")
         if tokenizer is None and add_eos is not True:
-            raise ValueError("add_eos= is for pairs of text, which need a tokenizer: tokenizer=")
+            raise ValueError("add_eos= is for pairs of text: pass tokenizer= too")
         self.max_length = max_length
         self.num_cut = 0
         """Pairs cut to `max_length` so far; workers of a DataLoader count in their own copies."""

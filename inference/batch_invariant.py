@@ -11,9 +11,9 @@ are off, and `sdpa`, which cannot be captured in CUDA graphs, is the attention b
     with batch_invariant(max_length=512):
         compare_logprobs(model, Engine(model), prompts)    # 0 on a CPU in float32
 
-Use it to tell rounding from bugs: it takes about twice the time for a tiny model, far more for a
-large one. It holds for the calling thread and for engines made inside. Models that compute products
-in another way are refused, including those whose attention has a softcap or sinks.
+Use it to distinguish rounding from bugs: it takes about twice the time for a tiny model, far more
+for a large one. It applies to the calling thread and to engines created inside. Models that compute
+products in another way are refused, including those whose attention has a softcap or sinks.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _FixedShapes(TorchFunctionMode):
             return _grouped(*args, **kwargs)
         if func in _OTHER_PRODUCTS and args[-1].shape[-2] > 1:
             raise ValueError(
-                f"batch_invariant does not serve this model: it calls {func.__name__}, as "
+                f"batch_invariant does not support this model: it calls {func.__name__}, as "
                 "attention with a softcap or sinks does"
             )
         if func is Tensor.mean or func is Tensor.logsumexp:

@@ -107,7 +107,7 @@ class DataParallelEngine:
         # Two threads would meet the other ranks in any order, so the second one cannot wait here.
         if has_others and not self._lock.acquire(blocking=False):
             raise RuntimeError(
-                "another thread generates on all ranks: make such calls one after the other, in "
+                "another thread generates on all ranks: make these calls one after the other, in "
                 "the same order on every rank"
             )
         try:

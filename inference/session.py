@@ -121,7 +121,7 @@ class ModelSession:
             return None
         modules = tuple(self._model.modules())
         key = build_key(modules, self._cast_dtype())
-        # Each thread has a current stream of its own, and two streams do not wait for each other.
+        # Each thread has its own current stream, and two streams do not wait for each other.
         stream = torch.cuda.current_stream(key.device) if key.device.type == "cuda" else None
         return None if gathers_parameters(modules) else (key, forced_paged_backend(), stream)
 

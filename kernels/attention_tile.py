@@ -31,7 +31,7 @@ def attend_keys(
     start, end: multiples of BLOCK_N; `end` need not be one if MASKED and no row sees later keys.
     MASKED: row m sees keys up to last_key[m], all rows up to last_key if it is [1], and of these
         only the last `window` if WINDOW. Otherwise all rows see all keys. Decode is masked
-        throughout: a loop of its own for the last block costs as much as the masks.
+        throughout: a separate loop for the last block costs as much as the masks.
     """
     page = _load_pages(page_table, start, end, MASKED, PAGE_SIZE, BLOCK_N)
     for key in range(start, end, BLOCK_N):

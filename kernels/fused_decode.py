@@ -3,10 +3,10 @@
     partials [S, M, (H + 2 Hkv) D] ─▶ QK norm, rotary ─┬─▶ new key and value, into their KV slot
                                                        └─▶ queries ─▶ paged keys ─▶ out [M, H, D]
 
-It is for few sequences; for many, `write_qkv` is the first half. A program takes (kv head, split,
-sequence): the queries of the group and their new key are the rows of one tile. The first split
-takes the new token from the partials; the keys before it are divided over all splits, and the
-program that ends last combines them.
+The kernel is for few sequences; with many, `write_qkv` computes the first half. A program handles
+(kv head, split, sequence): the queries of the group and their new key are the rows of one tile. The
+first split takes the new token from the partials; the keys before it are divided over all splits,
+and the program that ends last combines them.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
@@ -25,7 +25,7 @@ from .paged_decode import DecodeTiles
 from .qkv_write import QKTransform, load_group, qkv_arguments, sum_split_k
 
 MAX_FUSED_SEQS = 128
-"""Most sequences for which one kernel is faster than three, measured on an H200."""
+"""Largest number of sequences for which one kernel is faster than three, measured on an H200."""
 _MAX_KEYS = 2048
 """Most keys of a program."""
 
@@ -174,14 +174,19 @@ def fused_decode_tiles(
 ) -> DecodeTiles | None:
     """Return the tiles, or None where `write_qkv` and paged attention are faster.
 
-    Measured on an H200 in whole steps. Splits: four programs per SM for up to 16 sequences, eight
-    for more, whose lengths differ and which shorter programs even out; their number does not depend
-    on the lengths, as that of paged attention does, so a program could get very many keys. Blocks:
-    16 KiB of keys, two in flight; for heads of up to 128, half as large, with four in flight, in
-    programs of two warps that have a whole sequence. With heads of 128 a third block gains 4 to 9 %
-    of steps of up to 16. Registers: few enough for four programs of four warps on an SM, if their
-    blocks are no more than two: up to 4 % of a step. Products in fp32, wider heads and groups of 16
-    heads or more would spill.
+    Measured on an H200 in whole steps.
+
+    Splits: four programs per SM for up to 16 sequences; eight for more, because shorter programs
+    even out different lengths. Unlike in paged attention, their number does not depend on the
+    lengths, so a program could get very many keys.
+
+    Blocks: 16 KiB of keys, two in flight; for heads of up to 128, half as large, with four in
+    flight, in programs of two warps that have a whole sequence. With heads of 128, a third block
+    makes steps of up to 16 sequences 4 to 9 % faster.
+
+    Registers: few enough for four programs of four warps on an SM, if they have at most two blocks,
+    which gains up to 4 % of a step. Products in fp32, wider heads and groups of 16 heads or more
+    would spill.
     """
     row_bytes = padded_dim(keys.shape[3]) * keys.element_size()
     programs_per_sm = 4 if num_rows <= 16 else 8

@@ -3,10 +3,11 @@
     kernel before   ──────────────┐ x is complete
     this kernel         weights ··└─▶ x ─▶ multiply, while the next weights and x arrive ─▶ …
 
-With PDL a kernel starts while the one before it ends. The weights do not depend on that one: those
-of the first stages are asked for at once, and x after the wait. Triton's own pipeline cannot do so,
-since a loop reads its operands together; Gluon, its lower level, leaves the order to the kernel.
-Sums and their order are those of the Triton kernel: the results are equal, bit for bit.
+With PDL, a kernel starts while the previous one ends. The weights do not depend on the previous
+kernel: those of the first stages are loaded at once, and x after the wait. Triton's own pipeline
+cannot do this, since a loop loads its operands together; Gluon, Triton's lower level, leaves the
+order to the kernel. Sums and their order are those of the Triton kernel, so the results are equal
+bit for bit.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
@@ -40,7 +41,7 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # a
 
 @gluon.jit
 def _pdl_wait():
-    """Wait until the kernel before has ended."""
+    """Wait until the previous kernel has ended."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -3,7 +3,7 @@
     x [rows, width] ────+──▶ residual ─▶ RMSNorm ─▶ out
     deltas [S, rows, width] ┘               └─▶ rstd [rows], for the backward
 
-One forward kernel serves training and generation. Its flags say what a call adds to x (nothing, one
+One forward kernel serves training and generation. Its flags select what is added to x (nothing, one
 tensor, or the S partial sums of a split-K product), whether the inverse RMS is stored, and whether
 x holds strided heads. The arithmetic is that of the Transformers modules: fp32 inside, rounded to
 the dtype of x before the gain.
@@ -35,7 +35,7 @@ def _forward_kernel(
     NUM_DELTAS: tl.constexpr, STRIDED: tl.constexpr, STORE_RSTD: tl.constexpr,
     BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Normalize one row; the dtype of `residual` is the one that is rounded to."""
+    """Normalize one row; results are rounded to the dtype of `residual`."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < width
@@ -74,7 +74,7 @@ def _check_shapes(x: Tensor, weight: Tensor, delta: Tensor | None = None) -> Non
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | None = None) -> Tensor:
     """Normalize the last dimension of x and multiply by the gain.
 
-    out_dtype: what the result is rounded to; by default the wider dtype of x and the gain.
+    out_dtype: dtype of the result; default: the wider dtype of x and the gain.
     """
     _check_shapes(x, weight)
     width = x.shape[-1]
@@ -203,8 +203,8 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradients of x, of the delta before it and, if asked for, of the gain.
 
-    x is what was normalized. `d_residual`, the gradient that bypasses the norm, is added in the
-    same pass. The delta's gradient is that of x, rounded to `delta_dtype` in the same pass too.
+    x is the normalized tensor. `d_residual`, the gradient that bypasses the norm, is added in the
+    same pass. The delta's gradient is that of x, rounded to `delta_dtype` in the same pass.
     """
     d_out, width, num_rows = d_out.contiguous(), x.shape[-1], rstd.numel()
     programs = max(1, min(BACKWARD_PROGRAMS, num_rows))

@@ -23,12 +23,12 @@ from torch import Tensor
 from .attention_tile import padded_dim
 
 MANY_TOKENS = 1024
-"""From as many tokens a program takes several kv heads: the device is full with fewer programs."""
+"""From this many tokens on, a program takes several kv heads: fewer programs fill the device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QKTransform:
-    """What turns projections into queries and keys: optional bias and QK norms, and rotary."""
+    """The steps from projections to queries and keys: optional bias and QK norms, and rotary."""
 
     cos: Tensor
     """[positions, D]."""
@@ -190,7 +190,7 @@ def qkv_arguments(
     use_pdl: bool,
     min_rows: int = 16,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what both kernels take; min_rows: of a tile, 16 for a dot."""
+    """Return the arguments of both kernels; min_rows: rows of a tile, 16 for a dot."""
     kv_heads, dim = keys.shape[2:]
     heads, cos = out.shape[1], transform.cos
     optional = transform.bias, transform.q_gain, transform.k_gain

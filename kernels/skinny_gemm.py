@@ -36,7 +36,7 @@ except ImportError:  # Triton is older than its Gluon
 log = logging.getLogger("nopad.kernels")
 
 MAX_GEMM_ROWS = 512
-"""Most rows of products by our own tiles; gate and up have tiles for more."""
+"""Largest number of rows with tiles of our own; gate and up have tiles for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def _launch_ahead(x: Tensor, weight: Tensor, out: Tensor, tiles: GemmTiles) -> b
         return True
     except Exception as error:  # Gluon is experimental: this Triton may not compile the kernel
         launch_split_k = None
-        log.warning("products read no weights ahead: %s: %s", type(error).__name__, error)
+        log.warning("products do not prefetch weights: %s: %s", type(error).__name__, error)
         return False
 
 
@@ -183,7 +183,8 @@ def gemm_tiles(num_rows: int, weight: Tensor) -> GemmTiles | None:
 def _one_wave(num_rows: int, num_columns: int, width: int, num_sms: int) -> GemmTiles | None:
     """Return tiles of which nearly every SM computes one, if there are any.
 
-    Of several, those that read the least; partial sums count as well, written and read in fp32.
+    If several qualify, return those that read the least; partial sums, written and read in fp32,
+    count as well.
     """
     best, least = None, float("inf")
     busy_share = 0.7 if num_rows <= 192 else 0.85  # with fewer SMs the library is faster

@@ -22,7 +22,7 @@ def check_counts(**settings: int | None) -> list[int | None]:
     for name, value in settings.items():
         if value is not None and check_ints(**{name: value})[0] < 1:
             raise ValueError(
-                f"{name} {value}: at least 1, or None{' for no end' * (name == 'epochs')}"
+                f"{name}={value}: pass at least 1, or None{' for no end' * (name == 'epochs')}"
             )
     return [None if value is None else int(value) for value in settings.values()]
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..runtime import Layout, find_layout, is_current, told_ranks
+from ..runtime import Layout, data_rank_and_size, find_layout, is_current
 from .argument_checks import check_counts, check_ints
 from .encoding.encoder import Encoder
 from .encoding.report import SkippedRows
@@ -58,37 +58,41 @@ class PackedDataset(IterableDataset):
         seed: determines the order of documents and packs; a trainer's seed does not change it.
         epochs: number of epochs in one pass, or None for no end.
         max_packs: number of packs in one pass over all ranks; default: all packs of its epochs.
-        rank: this process among those that train on packs of their own; ranks of one tensor- or
-            sequence-parallel group have the same. Default: detected when iteration starts.
-        world_size: number of those processes; pass it together with `rank`.
-        device_mesh: where to read both, with dimensions named such as "dp", "sp", "tp".
+        rank: data-parallel rank of this process; all ranks of a tensor- or sequence-parallel group
+            have the same one. Default: detected when iteration starts.
+        world_size: number of data-parallel ranks; pass it together with `rank`.
+        device_mesh: a mesh to read both from, with dimensions named "dp", "sp", "tp" or similar.
         max_length: longest sequence, if shorter than a pack, such as a model's 1024 positions with
             a budget of 8192; `overflow` applies to longer samples.
-        shuffle: shuffle all rows if the source has random access, otherwise blocks of 1024 rows,
-            or of this many.
-        shards: parts of a stream with unknown lengths, 8 by default; ranks x workers divide it.
-        pool: samples that the packer chooses from; more fill packs better and need more memory.
-            With known lengths and shuffling, the pool is at least 65,536.
+        shuffle: True shuffles all rows if the source has random access, otherwise blocks of 1024
+            rows; a number is the size of these blocks.
+        shards: number of shards of a stream with unknown lengths, 8 by default; ranks x workers
+            must divide it.
+        pool: samples that the packer chooses from; a larger pool fills packs better and needs more
+            memory. With known lengths and shuffling, the pool is at least 65,536.
         strategy: "best_fit" for the fullest packs; "sequential" keeps the order of the data;
-            "concat" keeps it too, and cuts a sample wherever a pack is full.
+            "concat" also keeps it, and cuts a sample wherever a pack is full.
         overflow: what happens to a sample that is too long: "split", "truncate", "drop" or "error".
-        pad_to_multiple_of: tokens in a pack that a sample takes are a multiple of this.
-        pad_token_id: the id that fills up to `pad_to_multiple_of`; the loss ignores it.
-        continue_positions: parts of a split sample continue its positions; only for "nopad".
-        balance: give ranks that step together packs of similar cost; needs known lengths.
+        pad_to_multiple_of: pad each sample in a pack to a multiple of this many tokens.
+        pad_token_id: id of the padding of `pad_to_multiple_of`; the loss ignores it.
+        continue_positions: parts of a split sample continue its positions; only with
+            `attn_implementation="nopad"`.
+        balance: give packs of similar cost to ranks that step together; needs known lengths.
         stopping_strategy: when a mixture's epoch ends, as in `datasets.interleave_datasets`.
-        pretokenize: encode everything at once, so that lengths are known; default: small sources.
+        pretokenize: encode everything at the start, so that lengths are known; default: only small
+            sources.
         on_error: "raise" at a row that cannot be used, or "skip" and count it.
-        text_column: the column of a row that holds its text.
+        text_column: name of the column with the text.
         format: layout of the rows: "alpaca" (instruction, input, output), "sharegpt"
-            (conversations), or a function from a row to one with the columns of another form.
-        add_eos: end texts with the tokenizer's eos (True), with this id, or not (False); the id
-            between the documents of a flat token file.
-        cache_dir: folder for the tokens of data that is encoded at once, by data and tokenizer;
-            default: in the cache of Hugging Face, for data of at least 4 MB; False: no cache.
-        vocab_size: ids from this number on are refused; default: as the tokenizer says.
-        glob: the files of a folder to read, such as "*.jsonl"; files of any suffix are text then.
-        dtype: integers of a flat token file, "uint16" or "uint32".
+            (conversations), or a function that converts a row.
+        add_eos: end texts with the tokenizer's eos (True), with this id, or not at all (False); in
+            a flat token file, the id between documents.
+        cache_dir: folder that caches the tokens of data encoded at the start. Default: in the cache
+            of Hugging Face, for data of at least 4 MB; False: no cache.
+        vocab_size: larger or equal ids are refused; default: the tokenizer's.
+        glob: pattern of the files to read in a folder, such as "*.jsonl"; files of unknown suffixes
+            are then read as text.
+        dtype: integer type of a flat token file, "uint16" or "uint32".
 
     >>> data = PackedDataset([[1, 2, 3], [4, 5], [6, 7, 8]], budget=6, shuffle=False)
     >>> [pack.tokens.tolist() for pack in data], data.count()
@@ -145,7 +149,7 @@ class PackedDataset(IterableDataset):
     ):
         """Open the source."""
         self.epochs, self.max_packs = check_counts(epochs=epochs, max_packs=max_packs)
-        self.rank, self.world_size = _check_rank(*told_ranks(rank, world_size, device_mesh))
+        self.rank, self.world_size = _check_rank(*data_rank_and_size(rank, world_size, device_mesh))
         self.cache_dir: Any = cache_dir
         self.token_cache = TokenCache.of(cache_dir)
         self.encoder = encoder = Encoder(
@@ -203,8 +207,8 @@ class PackedDataset(IterableDataset):
         """Go to the start of an epoch, unless the current pass contains it.
 
         Trainers call it before every epoch, also after a resume, which it must not undo. Without
-        it, DataLoader workers repeat the order of the first pass. A dataset without end ignores
-        it: it counts its epochs itself, across workers only if they are persistent.
+        it, DataLoader workers repeat the order of the first pass. A dataset without end ignores it
+        and counts epochs itself; with workers, this needs persistent ones.
         """
         end_epoch = self._start.position.end_epoch
         if end_epoch is None or self.epochs is None:
@@ -236,7 +240,7 @@ class PackedDataset(IterableDataset):
         """Mark packs as trained on: from now on the state refers to the trained packs.
 
         Without it, the state refers to the packs read, which includes prefetched ones. A stream's
-        pack carries the cursor of its own shard only, so no pack may be omitted.
+        pack carries only the cursor of its shard, so no pack may be omitted.
         """
         if self._read is self._start:
             self.start_next_pass()  # a finished pass was loaded: the workers started the next one
@@ -263,11 +267,11 @@ class PackedDataset(IterableDataset):
     def state_dict(self) -> dict:
         """Return the state: small JSON from which any number of ranks and workers can continue.
 
-        The pass ends once a pack was requested after its last one, or with `end_pass`; loading the
+        The pass ends when a pack is requested after its last one, or with `end_pass`; loading the
         state of a finished pass starts the next one. If DataLoader workers read the packs, this
-        process knows only those passed to `mark_trained`; without that call the state stays at the
-        beginning, and the state of a StatefulDataLoader has to be saved instead. If lengths are
-        unknown, a rank knows only its own shards: `merge_states` merges the states of all ranks.
+        process knows only the packs passed to `mark_trained`; without that call the state stays at
+        the beginning, so save the state of a StatefulDataLoader instead. If lengths are unknown, a
+        rank knows only its own shards: `merge_states` merges the states of all ranks.
         """
         worker = self._worker_number()
         if worker is None:
@@ -282,19 +286,18 @@ class PackedDataset(IterableDataset):
     def load_state_dict(self, state: dict) -> None:
         """Continue from a state of the same data and settings.
 
-        A finished pass is followed by the next one, unless the pass may be longer here:
-        `max_packs` may differ and, if lengths are known, so may `epochs`, which then is the total
-        of the pass; the empty packs that completed its last round are replaced by the packs that
-        follow. The shards of a stream that have ended do not continue, so its `epochs` must be
-        the same.
+        The state of a finished pass starts the next pass, unless this pass is longer: `max_packs`
+        may differ and, if lengths are known, so may `epochs`, the total number of epochs in the
+        pass. The pass then continues, and real packs replace the empty ones at its previous end.
+        Shards of a stream that have ended do not continue, so `epochs` of a stream must not change.
         """
         check_state(state, self.settings, self.fingerprint)
         position = self.reader.resume_position(state, self.epochs)
         worker = state.get("worker")
         if worker is not None and self._worker_number() != (worker["id"], worker["num_workers"]):
             raise ValueError(
-                f"the state is of worker {worker['id']} of {worker['num_workers']}: keep "
-                "num_workers, or save the state of the trained packs, which any number can continue"
+                f"the state belongs to worker {worker['id']} of {worker['num_workers']}: keep "
+                "num_workers, or save the state of the trained packs, which fits any number"
             )
         cursors = {int(shard): dict(cursor) for shard, cursor in state.get("shards", {}).items()}
         self._start = Progress(position, cursors)
@@ -346,10 +349,10 @@ class PackedDataset(IterableDataset):
         if not isinstance(self.reader, PlannedPacks):
             raise TypeError(
                 "a stream's packs cannot be counted before it was read: pass pretokenize=True, or "
-                "use estimate()"
+                "call estimate()"
             )
         if self.epochs is None and self.max_packs is None:
-            raise TypeError("epochs=None: the packs have no end to count; pass epochs or max_packs")
+            raise TypeError("with epochs=None the data has no end: pass epochs= or max_packs=")
         return -(-self._packs_of_pass() // self.ranks()[1])
 
     def __bool__(self) -> bool:
@@ -373,8 +376,8 @@ class PackedDataset(IterableDataset):
     def estimate(self) -> int | None:
         """Estimate the packs of one epoch; None for a stream of unknown size.
 
-        Known lengths are counted. A stream is estimated from the first 256 rows of each source and
-        its size in rows or bytes: as good as these rows are typical of the rest.
+        If lengths are known, the result is exact. A stream is estimated from the first 256 rows of
+        each source and its size in rows or bytes, which assumes that these rows are typical.
         """
         return self.reader.estimate()
 
@@ -396,14 +399,14 @@ class PackedDataset(IterableDataset):
         return [row if row is None or convert is None else convert(row) for row in rows]
 
     def report(self, epoch: int | None = None) -> dict:
-        """Report counts of packs, of samples packed, split, truncated, dropped and skipped, shares.
+        """Count packs and the samples packed, split, truncated, dropped and skipped; report shares.
 
-        If lengths are known this is the plan of an epoch, by default the first of the current
-        pass; `laps` says how often it reads each source. For a stream it is what this process has
-        trained on in the current pass, before a resume included: the packs of the optimizer steps
-        that a loader has issued, those passed to `mark_trained`, or without either those read. A
-        sample counts when its first token is packed. Reasons of skipped rows are those seen by
-        this process, not by workers; shares of weights that change are over all passes.
+        If lengths are known, the report covers the plan of an epoch, by default the first of the
+        current pass; `laps` is how often the epoch reads each source. For a stream, it covers the
+        packs that this process has trained on in the current pass, including those before a resume:
+        the packs that a loader has issued in optimizer steps, those passed to `mark_trained` or, if
+        neither is used, those read. A sample counts when its first token is packed. The reasons for
+        skipped rows exclude rows that workers read; shares of changing weights cover all passes.
         """
         if isinstance(self.reader, PlannedPacks):
             epoch = self._start.position.epoch if epoch is None else epoch
@@ -452,9 +455,9 @@ class PackedDataset(IterableDataset):
 
 
 def _check_rank(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
-    """Return both; raise if only one of the two is given, or the rank is none of the ranks."""
+    """Return both; raise if only one of the two is given, or the rank is out of range."""
     if (rank is None) != (world_size is None):
-        raise ValueError(f"rank {rank} and world_size {world_size}: pass both, or neither")
+        raise ValueError(f"rank={rank} and world_size={world_size}: pass both, or neither")
     if rank is not None and world_size is not None:
         RankShard(*check_ints(rank=rank, world_size=world_size))
     return rank, world_size

@@ -6,7 +6,7 @@
     attention_mask  [1, 1, 1, 2, 2]   a document begins where the number changes, also seq_idx,
                                       segment_ids and document_ids
 
-A packed row that is taken for one document leaks: each document would attend to those before it.
+If a packed row were read as one document, each document would attend to those before it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def inner_starts(columns: Mapping[str, Lists], row_lengths: np.ndarray) -> np.nd
         starts = _finder(name)(name, values, counts, row_lengths)
         row_starts = np.cumsum(row_lengths) - row_lengths
         found[name] = np.setdiff1d(starts, row_starts)
-    # A plain attention mask or plain positions say nothing of documents inside a row.
+    # A plain attention mask or plain positions say nothing about documents inside a row.
     explicit = (*LENGTHS, *BOUNDS)
     cut = {name: starts for name, starts in found.items() if len(starts) or name in explicit}
     names = list(cut)

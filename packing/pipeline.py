@@ -38,17 +38,17 @@ def open_sources(
     ]
     if encoder.format is not None and any(isinstance(source, list) for source in opened):
         raise ValueError(
-            f"format={encoder.format_name!r} converts rows, and this data has ready tokens: omit it"
+            f"format={encoder.format_name!r} converts rows, but this data has ready tokens: omit it"
         )
     sources = [source for source, _ in pairs]
     if glob is not None and not any(map(may_be_folder, sources)):
-        raise ValueError(f"glob={glob!r} chooses files of a folder, and no source is one: omit it")
+        raise ValueError(f"glob={glob!r} selects files in a folder, but no source is one: omit it")
     if dtype is not None and not any(isinstance(source, list) for source in opened):
-        raise ValueError(f"dtype={dtype!r} is of flat .bin files, and no source is one: omit it")
+        raise ValueError(f"dtype={dtype!r} is for flat .bin files, but no source is one: omit it")
     if encoder.tokenizer is None and encoder.eos_is_given and dtype is None:
         raise ValueError(
-            f"add_eos={encoder.eos_token_id} ends documents of text, which need tokenizer=; ready "
-            "tokens are packed as they are: append it to their ids, and omit add_eos="
+            f"add_eos={encoder.eos_token_id} applies to text, which needs tokenizer=; ready tokens "
+            "are packed unchanged: append the id to each document, and omit add_eos="
         )
     return opened
 

@@ -1,9 +1,9 @@
-"""What a user sees while data is prepared: rows encoded so far, and that the packer is compiled.
+"""Progress messages while data is prepared: rows encoded, and compilation of the packer.
 
     encoding corpus.jsonl: 41%|████      | 82.9k/200k [00:33<00:47, 2.49k rows/s]        terminal
     nopad: encoding corpus.jsonl: 82,900 of about 200,000 rows, 2,490 rows/s, 47 s left  log file
 
-Only the first rank says it. What takes less than a few seconds is not shown.
+Only the first rank prints them, and only for work that takes more than a few seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LINE_INTERVAL = 30
 class RowProgress:
     """Shows how many rows of a source were encoded.
 
-    If the source knows its size in bytes alone, its rows are estimated from those encoded.
+    If the source knows only its size in bytes, its rows are estimated from those encoded.
     """
 
     def __init__(self, source: RowSource):
@@ -63,7 +63,7 @@ class RowProgress:
         return None if total is None else max(self.rows, total)
 
     def line(self, seconds: float) -> str:
-        """Say what was done in these seconds.
+        """Describe the progress after these seconds.
 
         >>> from nopad.packing.sources.in_memory import ListSource
         >>> progress = RowProgress(ListSource(["a"] * 400))
@@ -86,7 +86,7 @@ class RowProgress:
 
 @contextmanager
 def announce_compilation(dispatcher: Any, what: str) -> Iterator[None]:
-    """Say in one line if numba compiles this function inside the block: it takes about 20 s."""
+    """Print a line if numba compiles this function inside the block, which takes about 20 s."""
     with event.install_listener("numba:compile", _Announcement(dispatcher, what)):
         yield
 
@@ -101,7 +101,7 @@ class _Announcement(event.Listener):
         folder = self.dispatcher.stats.cache_path
         when = f"at the first start only; kept in {folder}"
         if not folder:
-            when = "at every start: set NUMBA_CACHE_DIR to a folder that stays"
+            when = "at every start: set NUMBA_CACHE_DIR to a persistent folder"
         _say(f"compiling {self.what} (about 20 s, {when})")
 
     def on_end(self, event: Any) -> None:

@@ -45,7 +45,8 @@ class PackSettings:
             raise ValueError(f'on_error {self.on_error!r}: choose "raise" or "skip"')
         if not isinstance(self.shuffle, int | np.integer) or self.shuffle < 0:
             raise ValueError(
-                f"shuffle={self.shuffle!r}: True, False, or how many rows to shuffle together"
+                f"shuffle={self.shuffle!r}: pass True, False, or a number of rows to shuffle "
+                "together"
             )
 
     @property
@@ -55,7 +56,7 @@ class PackSettings:
 
     @property
     def planner(self) -> dict[str, Any]:
-        """Arguments of a `Planner`: those of a packer that concern no tokens."""
+        """Arguments of a `Planner`: those of a packer, except for token values."""
         tokens = ("continue_positions", "pad_token_id")
         return {name: value for name, value in self.packer.items() if name not in tokens}
 

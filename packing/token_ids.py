@@ -14,7 +14,7 @@ import numpy as np
 from .sample import IGNORE_INDEX, Sample
 
 MAX_TOKEN_ID = 2**31 - 1
-"""The largest id where the vocabulary is not known; no vocabulary is as large."""
+"""The largest id if the vocabulary is not known; no vocabulary is that large."""
 LOSS_MASKS = frozenset((
     "loss_mask", "loss_masks", "loss_weights", "label_mask", "labels_mask", "completion_mask",
     "assistant_mask", "assistant_masks",
@@ -62,7 +62,7 @@ def make_sample(ids: Any, labels: Any = None, vocab_size: int | None = None) -> 
 
 
 def check_masks(row: Mapping[str, Any]) -> None:
-    """Raise if a row has a mask of its loss that the labels do not follow.
+    """Raise if a row has a loss mask that contradicts its labels.
 
     >>> check_masks({"input_ids": [5, 6], "loss_mask": [0, 1]})
     Traceback (most recent call last):
@@ -78,7 +78,7 @@ def check_masks(row: Mapping[str, Any]) -> None:
             )
         mask, labels = np.asarray(mask), np.asarray(labels)
         if mask.shape != labels.shape or not np.isin(mask, (0, 1)).all():
-            raise ValueError(f"{name} must be 0 or 1 for each label: remove it, the labels count")
+            raise ValueError(f"{name} must be 0 or 1 for each label: fix it, or pass only labels")
         if (labels[mask == 0] != IGNORE_INDEX).any():
             raise ValueError(f"a token that {name} excludes has a label: remove one of the two")
 

@@ -1,1 +1,1 @@
-"""Scripts to run or copy: pretraining, fine-tuning and the evaluation of a checkpoint."""
+"""Scripts to run or copy: pretraining and fine-tuning."""

@@ -1,4 +1,4 @@
-"""Pretrain a causal LM on packs with Accelerate, and generate from the live model on the way.
+"""Pretrain a causal LM on packs with Accelerate, and evaluate the live model by generation.
 
     nopad pretrain                 # a small Llama on functions of Python's standard library
     nopad pretrain path/to/config --data corpus.jsonl --budget 8192
@@ -6,7 +6,7 @@
     accelerate launch -m nopad pretrain ...         # on several devices, as configured
     ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 -m nopad pretrain
 
-The last line is for two processes on a CPU, where `--num_processes 2` alone starts one.
+The last line starts two processes on a CPU, where `--num_processes 2` alone would start one.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def build_optimizer(args: argparse.Namespace, model, fused: bool):
 
 
 def train(args: argparse.Namespace, run: RunDir) -> None:
-    """Train until `--steps` or a signal; evaluate and save on the way."""
+    """Train until `--steps` or a signal, with evaluations and checkpoints."""
     from accelerate.utils import set_seed
     from nopad import AccelerateEval, Example, PackedAccelerateLoader
     from nopad.recipes.support.holdout import continuation_evals

@@ -25,7 +25,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--accumulation", type=positive, default=1, help="packs per rank and optimizer step")
     add("--learning-rate", type=number_from_0, default=4e-3, help="peak learning rate")
     add("--warmup", type=count, default=10, help="warmup steps")
-    add("--precision", default="32-true", help="Lightning's name of a precision")
+    add("--precision", default="32-true", help="precision, by Lightning's name")
     add("--accelerator", default="auto", help="cpu, gpu, ...")
     add("--devices", type=positive, default=1, help="processes on this machine")
     add("--strategy", default="auto", help="ddp, fsdp, ...")
@@ -59,7 +59,7 @@ def lightning_module(args: Namespace, run: RunDir, model):
 
 
 def train(args: Namespace, run: RunDir) -> None:
-    """Train until `--steps` or a signal; evaluate and save on the way."""
+    """Train until `--steps` or a signal, with evaluations and checkpoints."""
     import lightning.pytorch as pl
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from nopad.recipes.support.holdout import continuation_evals

@@ -44,8 +44,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     arguments.add_packing_options(add, budget=2048, overflow="error")
     add("--eval-every", type=positive, default=100, help="steps between evaluations")
     add("--eval-examples", type=count, default=32, help="conversations to hold out for evaluation, "
-        "about one in 50, at least one: their last answer is sampled and compared (matched: the "
-        "part of it that the text starts with); 0: none")  # fmt: skip
+        "about one in 50, at least one. Their last answer is sampled and compared (matched: the "
+        "fraction of it that the text starts with). 0: none")  # fmt: skip
     add_training_options(parser, "sft", learning_rate=2e-5)
     args = arguments.parse_with_config(parser, argv, "sft")
     for name, value in (("MODEL", args.model), ("--data", args.data)):
@@ -92,7 +92,7 @@ def load_model(args: argparse.Namespace):
     rank = {"r": args.lora, "lora_alpha": 2 * args.lora}
     config = LoraConfig(**rank, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = get_peft_model(model, config)
-    if os.path.isdir(path):  # adapters find their base model from other folders, too
+    if os.path.isdir(path):  # so that adapters find their base model from other folders too
         adapted.peft_config["default"].base_model_name_or_path = os.path.abspath(path)
     if is_main_process():
         trained, total = adapted.get_nb_trainable_parameters()

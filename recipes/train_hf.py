@@ -89,7 +89,7 @@ def training_arguments(args: argparse.Namespace):
 
 
 def tensor_parallel(args: argparse.Namespace, run: RunDir, settings) -> dict[str, Any]:
-    """Return how to load a checkpoint for the `tp_size` of accelerate launch; {} without one.
+    """Return the loading options for the `tp_size` of accelerate launch; {} without one.
 
     Groups of `tp_size` ranks share every layer. Several groups shard their weights by FSDP2.
     """
@@ -103,7 +103,7 @@ def tensor_parallel(args: argparse.Namespace, run: RunDir, settings) -> dict[str
     if args.resume or args.model is None or not has_weights(resolve_path(args.model)):
         raise ValueError(
             "tensor parallelism starts from a checkpoint with weights: pass its folder as MODEL; "
-            "the HF Trainer does not resume such a run"
+            "the HF Trainer cannot resume such a run"
         )
     settings.save_only_model, run.can_resume = True, False
     return {"distributed_config": DistributedConfig(tp_size=size, fsdp_size=world_size() // size)}
@@ -118,7 +118,7 @@ def fit(
     tokenizer,
     examples: Sequence | None = None,
 ) -> None:
-    """Train on packs; stop on a signal; save a model that loads.
+    """Train on packs, stop on a signal, and save a model that `from_pretrained` loads.
 
     examples: prompts with references, to continue every `args.eval_every` steps.
     """

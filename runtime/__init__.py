@@ -1,4 +1,4 @@
-"""What training and generation share about the process and the model; nothing but torch."""
+"""Process and model helpers for training and generation; they need only torch."""
 
 from .collectives import (
     RankError,
@@ -18,7 +18,7 @@ from .draw_streams import (
 from .fsdp_hooks import fsdp_hook_ids
 from .host_copy import HostCopy, to_device
 from .layout import Axis, Layout
-from .layout_detection import find_layout, is_current, replica_mesh, told_ranks
+from .layout_detection import data_rank_and_size, find_layout, is_current, replica_mesh
 from .out_of_memory import is_out_of_memory
 from .ranks import destroy_group, init_group, rank, world_size
 from .rng_state import gather_rng_states, load_rng_states, preserve_rng, rng_states
@@ -35,6 +35,7 @@ __all__ = [
     "all_ranks_or_none",
     "barrier",
     "cast_weight",
+    "data_rank_and_size",
     "destroy_group",
     "draw_counts",
     "draw_stream",
@@ -60,7 +61,6 @@ __all__ = [
     "stock_class",
     "sum_over_ranks",
     "to_device",
-    "told_ranks",
     "unwrap_model",
     "unwrap_peft",
     "world_size",

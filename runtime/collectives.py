@@ -1,4 +1,4 @@
-"""What the ranks of a run exchange: sums, Python objects, and errors.
+"""Exchange values between the ranks of a run: sums, Python objects, and errors.
 
 `all_ranks_or_none` is for work that each rank does alone before the next collective. Without it, a
 rank that raises would leave the others waiting forever in the next collective.
@@ -56,7 +56,7 @@ def join_sequence_group(layout: Layout) -> Any:
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has called this."""
     if world_size() > 1:
         dist.barrier()
 
@@ -65,7 +65,7 @@ def all_ranks_or_none(work: Callable[[], T]) -> list[T]:
     """Run `work` and return the results of all ranks; an error on one rank is raised on all.
 
     A rank that failed raises its own error, the others a `RankError`. Ctrl-C and exits on one rank
-    are raised on all as what they are.
+    keep their type on all ranks.
 
     >>> all_ranks_or_none(lambda: 2 + 2)
     [4]
@@ -75,7 +75,7 @@ def all_ranks_or_none(work: Callable[[], T]) -> list[T]:
     result, error = None, None
     try:
         result = work()
-    except BaseException as raised:  # the other ranks must learn of it
+    except BaseException as raised:  # the other ranks must know about it
         error = raised
     message = None if error is None else f"{type(error).__name__}: {error}"
     exits = error is not None and not isinstance(error, Exception)

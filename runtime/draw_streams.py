@@ -6,8 +6,8 @@ call in that stream, prompt, sample, position). A call is numbered here:
     engine.generate(...)         "direct"       0, 1, 2, …
     GenerationEval "gsm8k"       "eval/gsm8k"   0, 1, 2, …      an evaluation changes no other draws
 
-Like the global generators the counters belong to the process, since engines come and go: a new
-engine does not repeat what another one drew. Trainers keep them in their checkpoints.
+Like the global generators, the counters belong to the process, so that a new engine does not repeat
+the draws of an earlier one. Trainers keep them in their checkpoints.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _counting = Lock()
 
 @contextmanager
 def draw_stream(name: str) -> Iterator[None]:
-    """Number the calls inside in a stream of their own; the outermost of several names counts."""
+    """Number the calls inside in a separate stream; if blocks are nested, the outermost counts."""
     token = _stream.set(name) if _stream.get() == DIRECT else None
     try:
         yield
@@ -38,7 +38,7 @@ def draw_stream(name: str) -> Iterator[None]:
 def number_call(kind: str = "") -> tuple[str, int]:
     """Return the current stream, and the number of this call in it.
 
-    kind: a part of the stream with numbers of its own.
+    kind: a part of the stream that is numbered separately.
 
     >>> with draw_stream("example"):
     ...     number_call(), number_call()
@@ -65,7 +65,7 @@ def load_draw_counts(counts: Mapping[str, int]) -> None:
 
 
 def merge_draw_counts(ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return counts with which no rank repeats a call.
+    """Merge the counts of all ranks so that none repeats a call.
 
     >>> merge_draw_counts([{"direct": 3}, {"direct": 2, "eval/": 1}])
     {'direct': 3, 'eval/': 1}

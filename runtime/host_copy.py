@@ -1,7 +1,7 @@
-"""Copies between host and device during which neither waits for the other.
+"""Copies between host and device without blocking either.
 
-`tensor.item()` and a plain `.to(device)` wait until the device has finished everything that was
-queued; the host, which should run ahead, then starts from nothing.
+`tensor.item()` and a plain `.to(device)` wait until the device has finished all queued work, so the
+host, which should run ahead, has queued nothing afterwards.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A tensor on its way to the host: the copy starts at once, and is read later."""
+    """A copy of a tensor to the host that starts at once and is read later."""
 
     def __init__(self, tensor: Tensor):
         self._tensor = tensor.detach()
@@ -23,7 +23,7 @@ class HostCopy:
             self._copied.record(torch.cuda.current_stream(tensor.device))
 
     def read(self) -> Tensor:
-        """Return the tensor, on the host if the device was CUDA; wait for this copy at most.
+        """Return the tensor, on the host if the device was CUDA; wait only for this copy.
 
         >>> HostCopy(torch.tensor([2])).read().tolist()
         [2]
@@ -34,7 +34,7 @@ class HostCopy:
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a host tensor to a device behind what is queued there, without waiting for that.
+    """Copy a host tensor to a device after the work queued there, without waiting for it.
 
     >>> to_device(torch.tensor([2]), "cpu").tolist()
     [2]

@@ -1,4 +1,4 @@
-"""`Layout`: what each rank of a run is for, in integers.
+"""`Layout`: the role of each rank in a run, in integers.
 
     world of 8, sequence 2, tensor 2:   rank = 4 * data + 2 * sequence + tensor
 
@@ -7,7 +7,7 @@
     tensor                 0 1 0 1 | 0 1 0 1    each half of the layers' weights
 
 Ranks with the same data-parallel rank are one replica: they get the same packs. FSDP and HSDP are
-data parallelism here: their ranks share the weights, and each trains on packs of its own.
+data parallelism here: their ranks share the weights, and each trains on different packs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Axis:
         return cls(strides.pop(), len(ranks))
 
     def index(self, rank: int) -> int:
-        """Return the place of a rank in its group."""
+        """Return the index of a rank in its group."""
         return rank // self.stride % self.size
 
     def group(self, rank: int) -> list[int]:
@@ -58,7 +58,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The place of this process among those of the run."""
+    """The role of this process in the run."""
 
     rank: int = 0
     world_size: int = 1

@@ -1,10 +1,10 @@
-"""Find the `Layout` of a run, wherever it is written down.
+"""Find the `Layout` of a run from settings, device meshes and models.
 
     Accelerate's ParallelismConfig, its state, the environment         ┐
     a device mesh: of the user, the strategy, the model's parameters   ├─▶ find_layout ─▶ Layout
     a Transformers model (tp_plan=, distributed_config=)               ┘
 
-Everything that gives packs to ranks calls it. If no model is known, as in a data set, every device
+All code that assigns packs to ranks calls it. If no model is known, as in a data set, every device
 mesh and every sharded Transformers model that is alive in this process counts.
 """
 
@@ -29,9 +29,9 @@ KINDS = {
     "sequence": ("sp", "sequence", "sequence_parallel", "ulysses"),
     "pipeline": ("pp", "pipe", "pipeline", "pipeline_parallel"),
 }
-"""The kinds of parallelism inside one replica of a model, and what their mesh dimensions are named.
+"""The kinds of parallelism inside one replica of a model, and the names of their mesh dimensions.
 
-Expert parallelism is not among them: its ranks read packs of their own, unless they are also
+Expert parallelism is not among them: its ranks read different packs, unless they are also
 tensor-parallel ranks.
 """
 _KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
@@ -44,7 +44,7 @@ _MEGATRON = {
 _WORD = "pass PackedDataset(rank=, world_size=) of the data-parallel group"
 
 Found = tuple[str, int, int | None]
-"""A kind of parallelism, its size, and the stride of its ranks where a mesh tells it."""
+"""A kind of parallelism, its size, and the stride of its ranks if it comes from a mesh."""
 
 
 def find_layout(
@@ -53,13 +53,14 @@ def find_layout(
     mesh: DeviceMesh | None = None,
     sequence_parallel: int = 1,
 ) -> Layout:
-    """Return the layout of this process; raise if it cannot be served, or is contradictory.
+    """Return the layout of this process; raise if it is not supported, or contradictory.
 
-    model: the model that is trained, wrapped or not; with neither model nor mesh, whatever is
-        alive counts.
+    model: the model that is trained, wrapped or not; with neither model nor mesh, all meshes and
+        models that are alive count.
     settings: an object with `tp_size`, `cp_size`, `sp_size` or `pp_size`, such as Accelerate's
         `ParallelismConfig`.
-    sequence_parallel: ranks that share a row; consecutive ones, where no mesh says which.
+    sequence_parallel: number of ranks that share a row; consecutive ranks, unless a mesh says
+        otherwise.
     """
     sources = [_named_sizes(settings), _mesh_axes(mesh), _accelerate_sizes()]
     if model is not None:
@@ -81,20 +82,20 @@ def find_layout(
     return Layout(rank(), world_size(), tensor, sequence or Axis())
 
 
-def told_ranks(
+def data_rank_and_size(
     data_rank: int | None, data_size: int | None, mesh: DeviceMesh | None
 ) -> tuple[int | None, int | None]:
-    """Return the data-parallel rank and size that the user passed, as numbers or a named mesh."""
+    """Return the data-parallel rank and size that the user passed, as numbers or as a mesh."""
     if mesh is None:
         return data_rank, data_size
     if data_rank is not None:
-        raise ValueError("rank= and device_mesh= both say which packs to read: pass one of them")
+        raise ValueError("rank= and device_mesh= both determine the packs to read: pass only one")
     layout = find_layout(mesh=mesh)
     return layout.data_rank, layout.data_size
 
 
 def is_current(layout: Layout | None) -> bool:
-    """Return whether a layout is of this process as it is now: it may have joined another group."""
+    """Return whether a layout still holds: this process may have joined another group."""
     return layout is not None and (layout.rank, layout.world_size) == (rank(), world_size())
 
 
@@ -141,20 +142,20 @@ def _refuse_unserved(axes: dict[str, Axis]) -> None:
     if "pipeline" in axes:
         raise ValueError(
             f"pipeline parallelism over {axes['pipeline'].size} ranks is not supported: a stage "
-            "has no loss to scale; use FSDP, tensor or sequence parallelism, or a loop of your own"
+            "has no loss to scale; use FSDP, tensor or sequence parallelism, or your own loop"
         )
     if {"context", "sequence"} <= set(axes):
         raise ValueError("context and sequence parallelism both split the rows: use one of them")
     megatron = {kind: size for kind, size in _megatron_sizes().items() if size > 1}
     if megatron:
         raise ValueError(
-            f"Megatron's model parallelism ({', '.join(megatron)}) is not read: {_WORD}, and your "
-            "own loop"
+            f"Megatron's model parallelism ({', '.join(megatron)}) is not supported: {_WORD}, and "
+            "use your own loop"
         )
 
 
 def _named_sizes(settings: Any) -> Iterator[Found]:
-    """Read `tp_size` and its like; a size that is missing or None is 1."""
+    """Read `tp_size` and similar settings; a size that is missing or None is 1."""
     for kind, name in _SIZE_NAMES.items():
         size = getattr(settings, name, None)
         if isinstance(size, int):
@@ -204,7 +205,7 @@ def _mesh_of(parameter: Any) -> Any:
 
 
 def _transformers_axes(module: nn.Module) -> Iterator[Found]:
-    """Read what `from_pretrained(tp_plan=, distributed_config=)` has left on a model."""
+    """Read the attributes that `from_pretrained(tp_plan=, distributed_config=)` set on a model."""
     mesh = getattr(module, "_device_mesh", None)
     if mesh is not None:
         yield from _mesh_axes(mesh)
@@ -228,7 +229,7 @@ def _stride(mesh: Any, dim: int) -> int:
 
 
 def _live_axes() -> Iterator[Found]:
-    """Look through the objects of this process, which takes a fraction of a second."""
+    """Search the objects of this process, which takes a fraction of a second."""
     if world_size() == 1:
         return
     # No list has them all: torch registers no meshes, a mesh dimension over all ranks has the
@@ -243,7 +244,7 @@ def _live_axes() -> Iterator[Found]:
 
 
 def _reader_of(kind: type) -> Callable[[Any], Iterator[Found]] | None:
-    """Return what reads the axes of an object of this type; None if it has none."""
+    """Return the function that reads the axes of an object of this type; None if it has none."""
     if issubclass(kind, DeviceMesh):
         return _mesh_axes
     return _transformers_axes if issubclass(kind, nn.Module) else None

@@ -19,7 +19,7 @@ def rank() -> int:
 
 
 def init_group() -> None:
-    """Join the launcher's processes into a group, for programs without a trainer that does it."""
+    """Join the launcher's processes into a group, for programs in which no trainer does it."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")  # only Python objects are exchanged, between hosts
 
@@ -27,10 +27,10 @@ def init_group() -> None:
 def destroy_group() -> None:
     """Leave the process group at the end of a program.
 
-    A process that exits inside its group crashes now and then: a thread of the group releases a
-    tensor after the interpreter has shut down (pytorch/pytorch#179291). The last reference to the
-    group joins its threads, and DDP does so holding the GIL, which they may need: drop every
-    wrapped model before calling this.
+    A process that exits inside its group sometimes crashes, because a thread of the group releases
+    a tensor after the interpreter has shut down (pytorch/pytorch#179291). Dropping the last
+    reference to the group joins its threads, and DDP does so holding the GIL, which they may need:
+    delete every wrapped model before calling this.
     """
     if dist.is_available() and dist.is_initialized():
         gc.collect()

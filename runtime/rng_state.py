@@ -45,7 +45,7 @@ def rng_states(device: torch.device | None = None) -> list[Tensor]:
 def gather_rng_states(device: torch.device, own: list[Tensor] | None = None) -> list[list[Tensor]]:
     """Return the random states of all ranks, for a checkpoint; call it on every rank.
 
-    own: those of this rank, if not the present ones.
+    own: the states of this rank; default: the current ones.
     """
     return gather_objects(own or rng_states(device))
 

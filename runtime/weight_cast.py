@@ -6,10 +6,10 @@ change, so the micro-batches of a step, and recomputation in the backward, share
     step n      micro-batch 1: cast    2: reuse    3: reuse    ...    optimizer: copies are freed
     step n + 1  micro-batch 1: cast    ...
 
-The first step that accumulates shows that it does, and casts twice; without accumulation, and
-outside of grad mode, nothing is kept or reused. A copy is reused only while its weight has a
-gradient, that is within a step, so that changes between steps which PyTorch does not count (through
-`.data`, as of an average of the weights) are not missed.
+The first step with accumulation reveals it, and casts twice; without accumulation, and outside grad
+mode, nothing is kept or reused. A copy is reused only while its weight has a gradient, that is
+within a step, so that changes between steps that PyTorch does not count (through `.data`, as by an
+average of the weights) are not missed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _in_backward() -> bool:
 
 @cache
 def _free_copies_after_steps() -> None:
-    """Free the copies after every optimizer step, which may write through `.data`, uncounted."""
+    """Free the copies after every optimizer step, since it may write through `.data` uncounted."""
     register_optimizer_step_post_hook(lambda *_: _free_copies())
 
 

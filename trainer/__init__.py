@@ -1,6 +1,6 @@
 """Packs, the exact loss and evaluation by generation, for the trainers people use.
 
-The front ends are packages of their own, `nopad.trainer.with_hf`, `.with_accelerate` and
+The front ends are separate packages, `nopad.trainer.with_hf`, `.with_accelerate` and
 `.with_lightning`, since each needs its library. Importing this package registers
 `attn_implementation="nopad"`; the names below are loaded when they are used.
 """

@@ -23,7 +23,7 @@ from ..packing.state import fsync_path, read_state, write_state
 PREFIX = "checkpoint-"
 MANIFEST_NAME = "nopad_manifest.json"
 HASHED_UP_TO = 1 << 26
-"""Bytes. Hashing the weights of a large model would delay training: only their size is checked."""
+"""Bytes. For larger files only the size is checked: hashing large weights would delay training."""
 
 
 def write_manifest(folder: Path) -> None:
@@ -47,7 +47,7 @@ def find_manifest(folder: Path) -> Path | None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Describe the damage of a checkpoint; None if its files are those of the manifest."""
+    """Describe the damage of a checkpoint; None if its files match the manifest."""
     try:
         entries = read_state(folder / MANIFEST_NAME, fall_back=False)["files"]
     except (ValueError, OSError):
@@ -62,7 +62,7 @@ def find_damage(folder: Path) -> str | None:
 
 
 def latest_intact_checkpoint(folder: Path) -> Path:
-    """Return the newest `checkpoint-N` in `folder` whose files are those of its manifest."""
+    """Return the newest `checkpoint-N` in `folder` whose files match its manifest."""
     damages = []
     for _, path in sorted(_checkpoints(folder.glob("*")).items(), reverse=True):
         damage = find_damage(path)
@@ -77,9 +77,9 @@ def latest_intact_checkpoint(folder: Path) -> Path:
 def rotate_checkpoints(
     folder: Path, step: int, limit: int | None, keep: Collection[Path] = ()
 ) -> None:
-    """Delete checkpoints of `folder` after the one of `step` was saved, until `limit` are left.
+    """Delete the oldest checkpoints of `folder`, after that of `step` was saved, down to `limit`.
 
-    The oldest are deleted, by their steps: clocks may be set back.
+    Age is determined by steps, because clocks may be set back.
 
     limit: None or 0 deletes none.
     keep: checkpoints that are never deleted, such as the best one.
@@ -90,10 +90,10 @@ def rotate_checkpoints(
 
 
 def steps_to_delete(steps: Iterable[int], newest: int, limit: int, keep: set[int]) -> list[int]:
-    """Return the steps of the oldest checkpoints, as many as are above the limit.
+    """Return the steps of the oldest checkpoints beyond the limit.
 
-    Steps after the newest checkpoint are of a run that was left, since this one resumed before
-    them: they are older than all others.
+    Steps after the newest checkpoint belong to an abandoned run, since this one resumed before
+    them: they count as older than all others.
 
     >>> steps_to_delete([10, 20, 30, 90], newest=30, limit=2, keep=set())
     [90, 10]
@@ -110,7 +110,7 @@ def steps_to_delete(steps: Iterable[int], newest: int, limit: int, keep: set[int
 def latest_intact_archive(folder: Path) -> Path:
     """Return the single-file checkpoint (Lightning's `*.ckpt`) of the highest step in `folder`.
 
-    Damaged ones are skipped: a kill may have interrupted the save of any of them.
+    Damaged checkpoints are skipped: a kill may have interrupted the save of any of them.
     """
     steps, damages = {}, []
     for path in sorted(folder.glob("*.ckpt")):
@@ -155,7 +155,7 @@ def check_archive(path: Path) -> None:
 
 
 def _checkpoints(paths: Iterable[Path]) -> dict[int, Path]:
-    """Return those of the paths that are checkpoints, by their steps."""
+    """Return the paths that are checkpoints, with their steps."""
     named = [path for path in paths if path.name.startswith(PREFIX)]
     steps = {path.name.removeprefix(PREFIX): path for path in named}
     return {int(step): path for step, path in steps.items() if step.isdecimal()}

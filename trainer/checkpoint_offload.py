@@ -3,9 +3,9 @@
     forward    layer 0 ─▶ layer 1 ─▶ ... ─▶ layer n   an input is copied out while its layer runs
     backward   layer 0 ◀─ layer 1 ◀─ ... ◀─ layer n   the next one is copied in meanwhile
 
-Gradient checkpointing keeps one [T, hidden] per layer; in long rows that is most of what is left on
-the GPU. The copies run on a stream of their own, so a step takes no longer where a layer computes
-for longer than its input takes to cross the bus, which grows with T both times.
+Gradient checkpointing keeps one [T, hidden] per layer; with long rows, these take most of the
+memory. The copies run on a separate stream, so a step takes no longer if computing a layer takes
+longer than copying its input; both times grow with T.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..runtime import unwrap_peft
 MIN_BYTES = 1 << 20
 """Smaller tensors stay: a copy would cost more than it frees."""
 KEPT = 2
-"""Tensors that stay on the device while their copies are under way."""
+"""Tensors that stay on the device while they are copied."""
 
 
 def offload_checkpoints(model: Any) -> None:
-    """Have a causal LM with gradient checkpointing keep its layers' inputs in pinned host memory.
+    """Keep the layer inputs of a causal LM with gradient checkpointing in pinned host memory.
 
     Losses and gradients stay the same to the bit. Call it once, before or after checkpointing is
     enabled and before the model is wrapped:
@@ -49,7 +49,7 @@ class _Offload:
 
     def __init__(self) -> None:
         self._leaving: deque[_HostTensor] = deque()
-        """Those whose copies may still be under way; their originals are kept meanwhile."""
+        """Tensors whose copies may not be finished; the originals are kept until then."""
         self._last: _HostTensor | None = None
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -100,10 +100,10 @@ def _unpack(saved: Tensor | _HostTensor) -> Tensor:
 
 
 class _HostTensor:
-    """A tensor in host memory, and the one that was saved before it, which is needed after it.
+    """A tensor in host memory, and the one saved before it, which the backward needs next.
 
-    Both streams wait for each other on the device, never the host: memory is allocated and freed in
-    the order of the main stream, however far the host runs ahead.
+    The streams wait for each other on the device, and the host never waits: memory is allocated and
+    freed in the order of the main stream, however far the host runs ahead.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class _HostTensor:
         self._copied = self._copy(self._host, tensor)
 
     def release(self) -> None:
-        """Give up the copy on the device; what runs there from now on waits for the host's."""
+        """Free the tensor on the device; later work there waits for the copy to the host."""
         self._wait()
         self._on_device = None
 

@@ -1,6 +1,6 @@
-"""A lock on the folder of a run: of two processes that would train in it, the second is refused.
+"""A lock on the folder of a run: a second process that would train in it is refused.
 
-lock = lock_folder(Path("out"))    # on the main process; released when it ends, also if killed
+lock = lock_folder(Path("out"))    # on the main process; released when it ends or is killed
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 
 
 def lock_folder(folder: Path) -> IO[str]:
-    """Lock an existing folder until the file that is returned is closed, or this process ends.
+    """Lock an existing folder until the returned file is closed, or this process ends.
 
-    The lock is the operating system's: a process that was killed does not block, and forked data
-    workers do not inherit it. Raises ValueError if another process has it.
+    The operating system holds the lock, so a killed process releases it, and forked data workers do
+    not inherit it. Raises ValueError if another process has it.
 
     Args:
-        folder: gets a file `run.lock` that names the process.
+        folder: the folder to lock; a file `run.lock` in it names the process.
     """
     file = (folder / LOCK_NAME).open("a+")
     try:

@@ -40,8 +40,8 @@ def unsharded(model: nn.Module | None) -> Iterator[None]:
 def reshard(model: nn.Module) -> None:
     """Free the gathered parameters of an FSDP2 model.
 
-    After a forward, FSDP2 keeps those of the outermost module for a backward. An optimizer that is
-    created then would get them, and never update the shards.
+    After a forward, FSDP2 keeps the parameters of the outermost module for a backward. An optimizer
+    created at that point would get them, and never update the shards.
     """
     for unit in model.modules():
         if isinstance(unit, FSDPModule):

@@ -25,7 +25,7 @@ from ..runtime import sum_over_ranks
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOP_MESSAGE = b"\nstopping after this step, with a checkpoint; a second signal exits at once\n"
 RELAY_SECONDS = 0.5
-"""A launcher relays the terminal's signal to its ranks: within this time it is the same signal."""
+"""A launcher relays the terminal's signal to its ranks: within this time both count as one."""
 
 
 class StopRequest:
@@ -48,7 +48,7 @@ class StopRequest:
     def listen(self) -> None:
         """Install the handlers, again if another library has replaced them since.
 
-        A signal that another request has received in the meantime is this one's too.
+        A signal that another request has received in the meantime counts for this one too.
         """
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
@@ -64,7 +64,7 @@ class StopRequest:
             self._received_at = self._received_at or other._received_at
 
     def _previous_handler(self, number: signal.Signals) -> Any:
-        """Return what handled a signal before this request."""
+        """Return the previous handler of a signal."""
         handler = self._previous_handlers.get(number, signal.SIG_DFL)
         outer = getattr(handler, "__self__", None)
         return outer._previous_handler(number) if isinstance(outer, StopRequest) else handler

@@ -12,8 +12,8 @@ from torch import nn
 def ensure_train_mode(model: nn.Module) -> None:
     """Call `train()` on a model that is in eval mode as a whole.
 
-    A model in training mode stays as it is, since parts of it may be in eval mode on purpose. So
-    does one without trainable parameters, such as a teacher.
+    A model in training mode stays unchanged, since parts of it may be in eval mode on purpose. A
+    model without trainable parameters, such as a teacher, stays unchanged too.
     """
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     if is_trained and not model.training:

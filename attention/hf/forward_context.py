@@ -30,7 +30,7 @@ class _Context:
 
 _contexts: list[_Context] = []
 """Innermost last. A list, not a ContextVar: torch.compile reads it, and so do the threads in which
-a backward pass recomputes checkpointed layers. Models of other threads are told apart by their
+a backward pass recomputes checkpointed layers. Models of other threads are distinguished by their
 configs."""
 
 

@@ -161,9 +161,9 @@ def as_leaf(embedded: Tensor) -> tuple[Tensor, Tensor]:
 def embeddings_replaced(
     model: Any, replace: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> Iterator[list[Tensor]]:
-    """Replace the output of the token embedding inside; yield the list of what was put aside.
+    """Replace the output of the token embedding inside; yield the list of kept tensors.
 
-    replace: takes the output, and returns what to put aside and what the model goes on with.
+    replace: takes the output, and returns the tensor to keep and the one the model continues with.
     """
     kept: list[Tensor] = []
 

@@ -167,7 +167,7 @@ def _gradient_reaches_back(model: Any, ids: torch.Tensor) -> bool:
     with embeddings_replaced(model, as_leaf) as embedded, torch.enable_grad():
         logits = _forward_as_nopad(model, ids)
     by_token = token_gradients(logits, embedded, torch.arange(len(ids)) >= _PROBE_TOKENS)
-    return bool((by_token[:_PROBE_TOKENS] > 0).any())  # NaN is no path
+    return bool((by_token[:_PROBE_TOKENS] > 0).any())  # NaN is not a path
 
 
 def _probe(model: Any) -> CallLog:

@@ -1,4 +1,4 @@
-"""What packing does to a dataset: figures, a map of packs, their text, and an HTML page of it."""
+"""The report on packing a dataset: figures, a map of packs, their text, and an HTML page."""
 
 from .figures import Bin, BudgetRow, budget_rows, length_bins
 from .html_page import DataReport, write_html

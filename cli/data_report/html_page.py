@@ -64,7 +64,7 @@ def page(report: DataReport) -> str:
         _section(
             "Pack map",
             f"The first packs of {report.budget:,} tokens, in training order. Each block is a "
-            "sample; what is left blank is not filled.",
+            "sample; blank space is unused.",
             _map(report.packs, report.budget),
         ),
         *([_texts(report.texts)] if report.texts else []),

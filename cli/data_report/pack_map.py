@@ -68,4 +68,4 @@ def write_png(path: Path, packs: Sequence[np.ndarray], budget: int) -> None:
         title=f"{len(packs)} packs of {budget:,} tokens: fill, samples",
     )  # fmt: skip
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.savefig(path, format="png")  # whatever the name: it would append a suffix
+    figure.savefig(path, format="png")  # explicit: otherwise it would append a suffix to some names

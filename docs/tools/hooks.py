@@ -1,4 +1,4 @@
-"""What the build adds to the pages: the README, READMEs of the rooms, tables of records."""
+"""Pages that the build adds: the README, the READMEs of the folders, and tables of records."""
 
 from __future__ import annotations
 

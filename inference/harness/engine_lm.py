@@ -144,7 +144,7 @@ class EngineLM(TemplateLM):
         """Generate until a stop string is in the text of the new tokens alone, as `hf` does.
 
         The engine looks for it in their text after the prompt. SentencePiece-like tokenizers omit
-        the space at the beginning of a text: where that ended a request, generate on.
+        the space at the beginning of a text: if that ended a request, generation continues.
         """
         outputs: list[list[int]] = [[] for _ in specs]
         unfinished = [*range(len(specs))]

@@ -31,10 +31,10 @@ from ..engine import Engine
 from .engine_lm import EngineLM
 
 _one_evaluation = RLock()
-"""lm_eval keeps its requests in its tasks, and its prints and environment are the process's."""
+"""lm_eval keeps its requests in its tasks; its prints and environment belong to the process."""
 
 FEWSHOT_SEED = 1234
-"""lm_eval's default seed for few-shot examples, drawn with a generator of their own."""
+"""lm_eval's default seed for few-shot examples, which have a separate generator."""
 
 
 class Harness:
@@ -110,7 +110,7 @@ class Harness:
     def __call__(self, deadline: float | None = None) -> dict[str, float]:
         """Evaluate; return every metric of every task and group, without standard errors.
 
-        lm_eval's progress bars are hidden: in training, evaluations come again and again.
+        lm_eval's progress bars are hidden, since evaluations repeat during training.
 
         Args:
             deadline: seconds after which TimeoutError is raised.

@@ -71,7 +71,7 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
 
 
 def stream_seed(seed: int, request: int, sample_index: int = 0) -> int:
-    """Give each request, and each of its `n` completions, a stream of its own.
+    """Give each request, and each of its `n` completions, a separate stream.
 
     >>> stream_seed(0, 0) != stream_seed(0, 1) != stream_seed(0, 1, 1)
     True

@@ -43,10 +43,10 @@ def encode_chat(
     is_trained = [_is_trained(turn, message) for turn, message in enumerate(messages)]
     turns = [turn for turn in range(first, len(messages)) if is_trained[turn]]
     if not turns:
-        raise ValueError("no turn of the assistant is trained: the conversation trains nothing")
+        raise ValueError("every assistant turn is excluded from the loss: no labels are left")
     ids, is_label = _labels_of_turns(tokenizer, messages, turns, tools)
     if not is_label.any():
-        raise ValueError("no token of the assistant is a label: the conversation trains nothing")
+        raise ValueError("the rendered chat has no assistant tokens: no labels are left")
     return Sample(ids, np.where(is_label, ids, IGNORE_INDEX))
 
 
@@ -61,7 +61,7 @@ def _labels_of_turns(tokenizer: Any, messages: Sequence[Mapping], turns: list[in
     if not np.array_equal(ids, span_ids):
         raise ValueError(
             "the chat template marks the assistant's tokens but renders other ones as text, so the "
-            "turns cannot be told apart: pass input_ids and labels"
+            "turns cannot be located: pass input_ids and labels"
         )
     return ids, is_label & in_turns
 
@@ -87,8 +87,8 @@ def assistant_spans(
         through = render(messages[: turn + 1])
         if not text.startswith(before):
             raise ValueError(
-                f"the chat template renders the text before message {turn} differently once "
-                "more follows, so its position is unknown: use a template with generation markers"
+                f"the chat template renders the text before message {turn} differently when "
+                "more follow, so its position is unknown: use a template with generation markers"
             )
         if text.startswith(through) and through.startswith(before):
             end = _end_without_space(through, len(before), ends)
@@ -116,7 +116,7 @@ def _end_by_content(text: str, start: int, message: Mapping, turn: int, ends: Se
     begin = text.find(content, start) if content else -1
     if begin < 0:
         raise ValueError(
-            f"the chat template rewrites message {turn} once more follows, and its content is not "
+            f"the chat template rewrites message {turn} when more follow, and its content is not "
             "in the full text: use a template with generation markers"
         )
     end = begin + len(content)

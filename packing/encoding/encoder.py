@@ -138,14 +138,14 @@ class Encoder:
         if len(found) > 1:
             names = " and ".join("/".join(form) for form in found)
             raise ValueError(
-                f"the row has {names}, of which one is trained on: remove the others, or name "
+                f"the row has {names}, but only one can be trained on: remove the others, or name "
                 "another text column with text_column="
             )
         if not LOSS_MASKS.isdisjoint(row.keys()):
             name = min(LOSS_MASKS & row.keys())
             raise ValueError(
-                f"{name} counts tokens, and the row has none: pass input_ids and labels, or remove "
-                "the column"
+                f"{name} applies to token ids, but the row has none: pass input_ids and labels, or "
+                "remove the column"
             )
 
     def _text_sample(self, tokens: _Tokens | ValueError, prompt: str | None) -> Sample:
@@ -204,7 +204,7 @@ class Encoder:
         if self._lacks_eos:
             raise ValueError(
                 "the tokenizer has no eos token to end documents with: set its eos_token, "
-                "or pass add_eos= an id, or add_eos=False to train without ends"
+                "or pass add_eos=ID, or add_eos=False to train without end tokens"
             )
         eos, size = self.eos_token_id, self.vocab_size
         if eos is not None and size is not None and not 0 <= eos < size:
@@ -284,7 +284,7 @@ def _eos_token_id(tokenizer: Any, add_eos: bool | int) -> int | None:
         return getattr(tokenizer, "eos_token_id", None)
     if not isinstance(add_eos, int | np.integer) or not 0 <= add_eos < 2**31:
         raise ValueError(
-            f"add_eos={add_eos!r}: True for the tokenizer's own, an id, or False for none"
+            f"add_eos={add_eos!r}: pass True for the tokenizer's eos, an id, or False for none"
         )
     return int(add_eos)
 

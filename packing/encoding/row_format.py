@@ -1,4 +1,4 @@
-"""Rows of other layouts as rows that the encoder reads: Alpaca, ShareGPT, or a function of yours.
+"""Convert rows of other layouts for the encoder: Alpaca, ShareGPT, or any by a user's function.
 
 alpaca     instruction, input?, output, system?            ─▶ prompt, completion
 sharegpt   conversations [{from, value}], system?, tools?  ─▶ messages, tools
@@ -107,7 +107,7 @@ def _message(turn: Any) -> dict:
     role = SHAREGPT_ROLES.get(turn["from"])
     if role is None:
         raise ValueError(
-            f"a turn is from {turn['from']!r}, known are {', '.join(SHAREGPT_ROLES)}: pass a "
+            f"unknown speaker {turn['from']!r}, known are {', '.join(SHAREGPT_ROLES)}: pass a "
             "function as format="
         )
     counted = {name: turn[name] for name in ("weight", "train") if turn.get(name) is not None}

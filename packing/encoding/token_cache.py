@@ -3,9 +3,10 @@
     key   all bytes of the data, the tokenizer with its template, settings, versions, this code
     entry FOLDER/KEY/  tokens.bin  lengths.bin  labels.bin?  entry.json (sizes, checksums, skipped)
 
-An entry is written beside its place and then renamed, so that a process sees all of it or nothing,
-and of two that write the same one, one wins. A damaged entry is encoded again. Data or tokenizers
-that cannot be identified completely (functions, iterables, slow tokenizers) are not cached.
+An entry is written under a temporary name and then renamed, so that a process sees all of it or
+nothing. If two processes write the same entry, one wins. A damaged entry is encoded again. Data or
+tokenizers that cannot be identified completely (functions, iterables, slow tokenizers) are not
+cached.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ TOKENIZER_SETTINGS = (
     "bos_token", "eos_token", "unk_token", "pad_token", "add_bos_token", "add_eos_token",
     "split_special_tokens", "special_tokens_map",
 )  # fmt: skip
-"""What decides, beside the backend and the chat template, what a tokenizer computes."""
+"""Attributes that, besides the backend and the chat template, determine a tokenizer's output."""
 MIN_BYTES = 4 << 20
 """Smaller data is tokenized in a second or two, and not cached by default."""
 
@@ -49,7 +50,7 @@ class TokenCache:
 
     @classmethod
     def of(cls, cache_dir: Any) -> TokenCache | None:
-        """Return the cache of a folder, of the default one for None, or none for False."""
+        """Return the cache in a folder; None means the default folder, False no cache."""
         if cache_dir is False:
             return None
         if cache_dir is None:
@@ -138,7 +139,7 @@ def default_folder() -> Path:
 def entry_key(
     source: RowSource, encoder: Encoder, skips: bool, max_length: int | None
 ) -> str | None:
-    """Identify the tokens of a source; None if its rows or the tokenizer cannot be."""
+    """Identify the tokens of a source; None if its rows or the tokenizer cannot be identified."""
     tokenizer = _tokenizer_text(encoder.tokenizer)
     if tokenizer is None or not encoder.format_is_named:
         return None
@@ -152,7 +153,7 @@ def entry_key(
 
 
 def _tokenizer_text(tokenizer: Any) -> list[str] | None:
-    """Return all that decides what a fast tokenizer computes; None for any other."""
+    """Return everything that determines a fast tokenizer's output; None for other tokenizers."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     is_stock = type(tokenizer).__module__.startswith("transformers.")
     if not is_stock or not getattr(tokenizer, "is_fast", False) or not hasattr(backend, "to_str"):
@@ -193,7 +194,7 @@ def _write_array(folder: Path, name: str, values: np.ndarray) -> dict:
 def _read_array(folder: Path, name: str, how: dict) -> np.ndarray:
     data = (folder / f"{name}.bin").read_bytes()
     if len(data) != how["bytes"] or _checksum(data) != how["blake2b"]:
-        raise ValueError(f"{name}.bin has other content than was written")
+        raise ValueError(f"{name}.bin differs from what was written")
     return np.frombuffer(data, np.dtype(how["dtype"])).astype(np.int64)
 
 

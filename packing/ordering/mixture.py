@@ -42,7 +42,7 @@ SCALE = 1 << 20
 CURVE_KNOTS = 257
 """Knots, from one of the user's to the next, of fractions that are not linear in between."""
 INTERVAL_END = -2
-"""What `draw` returns instead of a source at the end of an interval of the schedule."""
+"""Returned by `draw` instead of a source, at the end of an interval of the schedule."""
 _STATE_FIELDS = ("tokens_drawn", "active", "exhausted", "credits")
 
 
@@ -132,7 +132,7 @@ class Mixture:
 
 
 def check_stopping_strategy(name: StoppingStrategy) -> StoppingStrategy:
-    """Return the strategy, or raise if there is none of this name."""
+    """Return the strategy, or raise if the name is unknown."""
     if name not in (choices := get_args(StoppingStrategy)):
         raise ValueError(f"stopping_strategy={name!r}: choose {', '.join(choices)}")
     return name
@@ -157,7 +157,7 @@ def parse_mixture(source: Any) -> list[tuple[Any, Weight]] | None:
         ids = part[:1] if isinstance(part, list | tuple) else [part]
         if any(isinstance(first, int | np.integer) for first in ids):
             raise ValueError(
-                f"a list of pairs that end in a number is a mixture of (source, weight), and "
+                f"a list of pairs that end in a number is a mixture of (source, weight), but "
                 f"{str(part)[:40]} is not a source: pass documents as lists or dicts of token ids"
             )
     weight_schedule([weight for _, weight in pairs])  # raises for weights that cannot be drawn by
@@ -238,7 +238,7 @@ def schedule_intervals(knots: np.ndarray, fractions: np.ndarray, budget: int) ->
 
 
 def _longest_step(elapsed: float, change: float, slope: float, limit: float) -> float:
-    """Return the largest x with (elapsed + x) · (change + slope · x) <= limit, 0 if none is."""
+    """Return the largest x with (elapsed + x) · (change + slope · x) <= limit, or 0."""
     half = (change + slope * elapsed) / 2
     rest = limit - elapsed * change
     if not slope:
@@ -357,7 +357,7 @@ class MixedOrder:
         self._before = epoch + 1, mixture.state_dict()
 
     def epoch(self, epoch: int, mixture: Mixture) -> Iterator[np.ndarray]:
-        """Yield the blocks of an epoch; `mixture` has drawn the epochs before, and draws this."""
+        """Yield the blocks of an epoch; `mixture` has drawn the previous ones, and draws it."""
         mixture.restart()
         waiting: list[np.ndarray] = []
         count = 0

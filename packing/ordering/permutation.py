@@ -2,7 +2,7 @@
 
 A shuffle is a keyed permutation that can be evaluated at any position: the position passes
 through four rounds of a Feistel network on a grid a x b that just covers n, and cycle-walks while
-the result is outside of n. Position 10^9 of an epoch costs as much as position 0, in any process,
+the result is outside n. Position 10^9 of an epoch costs as much as position 0, in any process,
 after any restart.
 
     shuffle_key(seed, epoch, ...) ─▶ permute(positions, n, key) ─▶ documents

@@ -39,7 +39,7 @@ class RankShard:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(
                 f"rank {self.rank} is not one of {self.world_size} ranks, counted from 0: pass "
-                "rank and world_size as torch.distributed has them, or neither"
+                "rank and world_size of torch.distributed, or neither"
             )
         if not 0 <= self.worker < self.num_workers:
             raise ValueError(f"worker {self.worker} is not one of {self.num_workers} workers")

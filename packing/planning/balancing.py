@@ -12,9 +12,9 @@ The cost of a pack is linear in its tokens, plus attention, quadratic in the len
 Packs of equal tokens differ in the second sum, and the ranks of a step wait for the slowest one.
 
 Pack k goes to rank k mod world_size for any world size, so groups of 64 neighbours are leveled, and
-inside them groups of 8: a pure function of the plan, without communication, the same for any number
-of ranks. Groups start at multiples of their size in the run's sequence of packs; the first or last
-group of a block may be incomplete.
+inside them groups of 8. The result is a pure function of the plan: it needs no communication and is
+the same for any number of ranks. Groups start at multiples of their size in the run's sequence of
+packs; the first or last group of a block may be incomplete.
 """
 
 from __future__ import annotations

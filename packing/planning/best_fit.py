@@ -6,20 +6,22 @@
        ▲                                                       ▼
        └─────────────────────────────────────── some of the emptiest
 
-A window is packed in sweeps, which hand their emptiest packs on in the same way. A sweep makes one
-pack after the other:
+A window is packed in sweeps, each of which passes its emptiest packs on to the next in the same
+way. A sweep makes one pack after the other:
 
     the longest segment if it is long, or any      opens a pack                    [ 61        ]
     any that fits                                  joins while there is room       [ 61 9      ]
     any with a partner                             that together fill the pack     [ 61 9 17 13]
     the longest that fits                          if no such pair was found
 
-Best-fit decreasing looks at lengths alone, so it puts the same documents together in every epoch.
-Here chance decides who meets, and length only who comes first and who comes last. In the end
-segments of similar length are exchanged between packs: in a small set few have a length in common.
+Best-fit decreasing looks only at lengths, so it puts the same documents together in every epoch.
+Here chance decides which segments meet; length only decides which segment opens a pack and which
+one completes it. At the end, segments of similar length are exchanged between packs, because in a
+small set few have the same length.
 
-There is no generator: what is random is the order of arrival, which the seed and the epoch shuffle,
-and a hash of it. Inside a sweep a segment is its rank by length, from 1.
+There is no random generator: randomness comes from the order of arrival, which the seed and the
+epoch shuffle, and from a hash of it. Inside a sweep, a segment is represented by its rank by
+length, from 1.
 """
 
 from __future__ import annotations
@@ -29,30 +31,31 @@ import numpy as np
 from ..numba_jit import jit
 
 SWEEP = 1024
-"""Segments packed together; with many more, the same ones would be left over in every epoch."""
+"""Segments packed together; with many more, the same ones would remain in every epoch."""
 PROBES = 8
 """Arrivals tried to find one that fits or has a partner: enough if every third one does."""
 SEVERAL, PAIR, PAIR_BESIDE_LONG = 3.0, 1.75, 1.25
-"""Room, in mean segments, for any segment to join, or for a pair. Beside a long segment few single
-ones fit, the same in every epoch: there, pairs are tried from a smaller room on."""
+"""Free space, in mean segments, for any segment to join, or for a pair. Few single segments fit
+beside a long one, the same in every epoch, so there pairs are tried in less free space."""
 WASTE = 0.04
-"""What a single segment beside a long one may leave free, so that more than one fits there: this
-part of all packs without a long one, divided by the number of long ones; half of it on average."""
+"""Space that a single segment beside a long one may leave free, so that several segments qualify:
+this fraction of all packs without a long one, divided by the number of long ones; on average half
+of it is left free."""
 EXCHANGES, NEAR = 8, 10
-"""Exchanges tried for each segment, with one up to NEAR ranks away: as few as it takes for sets of
-50 documents to meet again at most twice as often as by chance."""
+"""Exchanges tried for each segment, with a segment up to NEAR ranks away: the fewest with which
+documents of a set of 50 meet again at most twice as often as by chance."""
 TRIED = 1 << 18
-"""Limit of the other orders tried to save a pack; each costs the square of the number of segments.
-With 50 segments, where a pack is up to 6 points of fill, a hundred orders are tried; with more than
-512, where a pack is less than one point, none."""
+"""Limit of the other orders tried to save a pack; an order costs the square of the number of
+segments. With 50 segments, where a pack is up to 6 points of fill, a hundred orders are tried; with
+more than 512, where a pack is less than one point, none."""
 FULL = 100
-"""A pack is full if it lacks at most capacity / FULL: segments that wait for a smaller gap to close
-would meet the same segments again."""
+"""A pack is full if it lacks at most capacity / FULL: segments that wait until a smaller gap is
+closed would meet the same segments again."""
 DEFERRED, MOST_SWEEPS = 96, 12
 """In the first window of a stream, one segment in DEFERRED may wait for the next window; in the
 second window, two, and so on up to MOST_SWEEPS, as in the sweeps of a window. Segments that wait
-are shorter than others: if more waited, place and length would correlate by more than 0.02 in a
-stream that ends soon."""
+are shorter than others: if more of them waited, position and length would correlate by more than
+0.02 in a stream that ends soon."""
 MAX_DEFERRALS = 14
 """How often a segment may wait for the next window."""
 FACTOR, ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
@@ -266,7 +269,7 @@ def _up_to(size, starts, shift, bound):
 
 @jit
 def _last_free(free, rank):
-    """Return the last rank up to this one that has no pack, or 0; shorten the way to it."""
+    """Return the last rank up to this one that has no pack, or 0; compress the path to it."""
     while free[rank] != rank:
         free[rank] = free[free[rank]]
         rank = free[rank]

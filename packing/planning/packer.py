@@ -29,16 +29,16 @@ class Packer:
 
     Args:
         budget: tokens that a pack may hold.
-        pool: samples that best_fit chooses from; fewer than these wait for a pack.
+        pool: samples that best_fit chooses from; fewer than this many wait for a pack.
         strategy: "best_fit", "sequential" or "concat", as in `Planner`.
         overflow: what happens to a sample longer than a pack: "split", "truncate", "drop" or
             "error".
-        max_length: the longest sequence, if shorter than a pack: `overflow` applies from there.
+        max_length: the longest sequence, if shorter than a pack; `overflow` applies to longer ones.
         pad_to_multiple_of: every sample occupies a multiple of this many tokens in its pack.
         continue_positions: the parts of a split sample continue its positions instead of
-            restarting; only for attention that gets the boundaries, since stock implementations
-            take a restart of positions as the boundary.
-        pad_token_id: the id that fills up to `pad_to_multiple_of`; the loss ignores it.
+            restarting; only for attention that receives the boundaries, since stock
+            implementations infer a boundary from a restart of positions.
+        pad_token_id: id of the padding of `pad_to_multiple_of`; the loss ignores it.
 
     >>> packer = Packer(budget=8, pool=4)
     >>> samples = [Sample(np.arange(1, n + 1)) for n in (5, 6, 3, 2)]
@@ -85,7 +85,7 @@ class Packer:
         samples, first = list(samples), self.counts.items
         for number, sample in enumerate(samples, first):
             if not isinstance(sample, Sample):
-                raise ValueError(f"sample {number} is a {type(sample).__name__}: make it a Sample")
+                raise ValueError(f"sample {number} is a {type(sample).__name__}: pass a Sample")
         plan = self.planner.feed(np.array([len(sample) for sample in samples], np.int64))
         for number, sample in enumerate(samples, first):
             self._hold(number, sample)
@@ -210,8 +210,8 @@ class Packer:
         wrong = next((number for number, tokens in unexplained.items() if tokens), None)
         if wrong is not None:
             raise ValueError(
-                f"sample {wrong} has {len(self.pending[wrong])} tokens, another number than when "
-                "the state was made: the data or its tokenization has changed"
+                f"sample {wrong} has {len(self.pending[wrong])} tokens, a different number than "
+                "when the state was made: the data or its tokenization has changed"
             )
 
 
@@ -238,7 +238,7 @@ def packer_settings(
     largest = MAX_TOKEN_ID if vocab_size is None else vocab_size - 1
     if not 0 <= pad_token_id <= largest:
         ids = f"from 0 to {largest}"
-        raise ValueError(f"pad_token_id={pad_token_id}: pad with an id of the vocabulary, {ids}")
+        raise ValueError(f"pad_token_id={pad_token_id}: pass an id of the vocabulary, {ids}")
     return {**settings, "continue_positions": continue_positions, "pad_token_id": pad_token_id}
 
 

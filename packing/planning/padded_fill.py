@@ -1,4 +1,4 @@
-"""What padding would waste on the same samples: the fill of padded batches, beside that of packs.
+"""The fill of padded batches of the same samples, for comparison with packs.
 
 lengths 4 1 2 1, budget 8     packed   aaaabccd             fill 8 / 8
                               padded   aaaab... ccd.....    fill 8 / 16
@@ -21,7 +21,7 @@ def padded_fill(
     max_length: int | None = None,
     seed: int = 0,
 ) -> float:
-    """Return the share of tokens in batches of `budget` positions that are padded.
+    """Return the fraction of positions that hold tokens in padded batches of `budget` positions.
 
     Samples come in random order; a batch takes as many as fit when each is padded to the longest of
     them. Samples longer than the budget or than `max_length` are split, truncated or dropped, as

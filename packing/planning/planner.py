@@ -134,8 +134,8 @@ def pack_lengths(
         strategy: "best_fit", "sequential" or "concat", as in `Planner`.
         overflow: what happens to an item longer than a pack: "split", "truncate", "drop" or
             "error".
-        max_length: the longest sequence, if shorter than a pack: `overflow` applies from there.
-        pad_to_multiple_of: tokens in a pack that a segment takes are a multiple of this.
+        max_length: the longest sequence, if shorter than a pack; `overflow` applies to longer ones.
+        pad_to_multiple_of: every segment occupies a multiple of this many tokens in its pack.
 
     >>> plan = pack_lengths([5, 6, 3, 2, 11], budget=8)
     >>> [pack.tolist() for pack in plan], plan.lengths.tolist(), plan.starts.tolist()
@@ -188,13 +188,14 @@ class Planner:
 
     Args:
         budget: tokens that a pack may hold.
-        pool: segments that best_fit chooses from; more fill packs better.
-        strategy: best_fit: fullest packs; sequential: keeps the order, a pack ends where the next
-            item does not fit; concat: keeps the order, items are cut wherever a pack is full.
+        pool: segments that best_fit chooses from; a larger pool fills packs better.
+        strategy: "best_fit" gives the fullest packs. "sequential" keeps the order, and a pack ends
+            where the next item does not fit. "concat" keeps the order, and items are cut wherever a
+            pack is full.
         overflow: what happens to an item longer than a pack; counted in `counts`.
-        max_length: the longest sequence, if shorter than a pack: `overflow` applies from there.
+        max_length: the longest sequence, if shorter than a pack; `overflow` applies to longer ones.
         pad_to_multiple_of: every segment occupies a multiple of this many tokens in its pack; the
-            plan's lengths are the true ones.
+            plan's lengths exclude the padding.
 
     >>> planner = Planner(budget=8, pool=4)
     >>> [pack.tolist() for pack in planner.feed(np.array([5, 6, 3, 2]))]
@@ -304,7 +305,9 @@ class Planner:
     def load_state_dict(self, state: dict) -> None:
         """Continue from the state of another planner with the same settings."""
         if state.get("version") != VERSION:
-            raise ValueError(f"planner state of version {state.get('version')}, this is {VERSION}")
+            raise ValueError(
+                f"the planner state has version {state.get('version')}, this nopad reads {VERSION}"
+            )
         for name, value in self.settings.items():
             if state["settings"].get(name) != value:
                 raise ValueError(
@@ -358,7 +361,7 @@ def planner_settings(
             f"pad_to_multiple_of {multiple} must be at least 1 and at most the budget {budget}"
         )
     if pool < 1:
-        raise ValueError(f"pool {pool}: at least one segment")
+        raise ValueError(f"pool={pool}: pass at least 1")
     if max_length is not None:
         (max_length,) = check_ints(max_length=max_length)
         if max_length < 2:

@@ -1,11 +1,11 @@
-"""The order of packs that keeps the sources' shares of tokens even.
+"""Order packs so that the sources' shares of tokens stay even.
 
     packs of a plan, tokens of source 0     9 8 1 9 0 2 1 8        5 in the mean
     reordered                               9 1 8 0 9 2 1 8
 
-The packs that an interval of a mixture's schedule gives come in random order. By chance, one source
-may have more of the first packs and less of the last. A pack that would move a source's tokens
-further than a quarter of a pack from its share waits for one that would not.
+The packs of an interval of a mixture's schedule come in random order. By chance, one source may
+have more of the first packs and less of the last. If a pack would move a source's tokens further
+than a quarter of a pack from its share, it waits, and another pack comes first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..numba_jit import jit
 from .planner import Plan
 
 LOOKAHEAD = 256
-"""Packs of which the next is chosen."""
+"""Number of packs from which the next is chosen."""
 
 
 def order_by_shares(plan: Plan, sources: np.ndarray, num_sources: int, budget: int) -> Plan:

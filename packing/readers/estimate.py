@@ -3,8 +3,8 @@
     first rows of a source ─▶ tokens of a row ─┐
     rows of it, or its bytes ─▶ rows ──────────┴─▶ lengths of a shard ─▶ planned packs · shards
 
-The lengths of a shard are those of the first rows, repeated: the estimate is wrong by as much as
-these differ from the others.
+The lengths of a shard are those of the first rows, repeated: the more the other rows differ, the
+less exact is the estimate.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _planned_packs(documents: np.ndarray, settings: StreamSettings) -> int:
 
 
 def _first_lengths(source: RowSource, settings: StreamSettings) -> tuple[np.ndarray, float] | None:
-    """Return the lengths of the first rows, and how often the source has as many."""
+    """Return the lengths of the first rows, and the size of the source as a multiple of them."""
     num_rows = source.num_rows()
     if num_rows is None and source.num_bytes is None:
         return None  # it may be an iterator, which can be read only once
@@ -78,9 +78,9 @@ def _first_lengths(source: RowSource, settings: StreamSettings) -> tuple[np.ndar
 
 
 def estimate_report(packs: PlannedPacks, max_documents: int) -> dict | None:
-    """Report the first documents of a plan; shares, laps and `epoch_packs` are of the full epoch.
+    """Report the first documents of a plan, with shares, laps and `epoch_packs` of the full epoch.
 
-    None: an epoch has no more documents than these.
+    Returns None if an epoch has no more documents than these.
     """
     store, settings = packs.store, packs.settings
     weights = settings.weights

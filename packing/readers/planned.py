@@ -109,7 +109,7 @@ class PlannedPacks:
         return self.store.lengths[documents].astype(np.int64, copy=False)
 
     def _check_lengths(self, documents: np.ndarray, lengths: np.ndarray) -> None:
-        """Raise on a document that is too long: the planner would know only its position."""
+        """Raise on a document that is too long, by name: the planner knows only its position."""
         if self._max_length is not None and len(lengths) and lengths.max() > self._max_length:
             first = int(np.argmax(lengths > self._max_length))
             location = self.store.location(int(documents[first]))
@@ -166,7 +166,7 @@ class PlannedPacks:
         return replace(position, index=index, end_epoch=end_epoch_of(state, epochs))
 
     def _pass_end(self, position: Position, max_packs: int | None) -> int:
-        """Return the pack after the last of a pass, or if it is not known yet, a later one."""
+        """Return the index after the last pack of a pass, or a later one if it is not known yet."""
         end = sys.maxsize if max_packs is None else max_packs
         if position.end_epoch is None:
             return end

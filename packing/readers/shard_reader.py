@@ -3,8 +3,8 @@
     rows of source 0 ─▶ encode ─┐
     rows of source 1 ─▶ encode ─┴▶ mixture ─▶ Packer ─▶ packs
 
-The packer is emptied at the end of an epoch: no document is packed before all documents of the
-epoch before it.
+The packer is emptied at the end of an epoch, so all documents of an epoch are packed before any of
+the next.
 
 The state names the samples that are pending in the packer by the rows they came from; a resume
 reads and encodes those rows again. It is taken before the packer is fed, and a pack's cursor
@@ -127,7 +127,7 @@ class ShardReader:
     def _look_ahead(self) -> None:
         """Make the pack after the next one, to know whether the next one is the last.
 
-        An error on the way is raised when that pack is requested, not before.
+        An error while making it is raised when that pack is requested, not before.
         """
         self._looked_ahead, self._next = True, next(self._packs, None)
         try:
@@ -169,7 +169,7 @@ class ShardReader:
         drawn, needed = self._draw()
         if drawn is None:
             self._epoch_ended, self.finished = True, self.epoch + 1 == self.end_epoch
-            # An interval of a schedule ends with the epoch; its packs keep the shares even, too.
+            # An interval of a schedule ends with the epoch; its packs keep the shares even too.
             even = self.packer.flush() if has_schedule(self.settings.weights) else ()
             packs = chain(even, self.packer.finish())
         else:
@@ -216,7 +216,7 @@ class ShardReader:
         self.rows[source].next_lap()
 
     def _check_lap(self, source: int) -> None:
-        """Raise if a source had no sample in a complete lap: waiting for it would never end."""
+        """Raise if a source had no sample in a complete read: waiting for it would never end."""
         if self.mixture.tokens_drawn[source] == self._drawn_at_lap_start[source]:
             raise ValueError(
                 f"source {source} of the mixture has no samples in shard {self.shard} of "
@@ -235,7 +235,7 @@ class ShardReader:
         self._kept_tokens = kept
 
     def _refill(self, source: int) -> bool:
-        """Encode the next rows of a source; False when its lap has ended."""
+        """Encode the next rows of a source; False when it has been read to its end."""
         queue = self._encoded[source]
         if queue and isinstance(queue[0][1], RowError):
             raise queue[0][1]
@@ -311,7 +311,7 @@ class ShardReader:
             raise ValueError(f"the state of shard {self.shard} is malformed: {error!r}") from error
         own = self._counters()
         if any(len(cursor[name]) != len(own[name]) for name in ("counts", "packed_tokens")):
-            raise ValueError(f"the state of shard {self.shard} counts other things than this one")
+            raise ValueError(f"the state of shard {self.shard} has other counters than this nopad")
         self._last_cursor = {**cursor, "shard": self.shard}
         # The packs since a snapshot were made from the samples of one feed.
         last = self.packer.counts.items + 2 * FEED_ROWS * len(self.rows)
@@ -353,8 +353,8 @@ def compress_state(state: dict) -> str:
     data = json.dumps(state, separators=(",", ":")).encode()
     if len(data) > STATE_LIMIT:
         raise ValueError(
-            f"a shard's state has {len(data)} bytes, the limit is {STATE_LIMIT}: a stream is "
-            "joined from too many datasets; join fewer, or mix some as [(dataset, weight), ...]"
+            f"a shard's state has {len(data)} bytes, the limit is {STATE_LIMIT}: the stream joins "
+            "too many datasets; join fewer, or mix some as [(dataset, weight), ...]"
         )
     return b64encode(zlib.compress(data, 6)).decode()
 

@@ -24,7 +24,7 @@ UNSHUFFLED_BLOCK = 256
 
 
 class ShuffledRows:
-    """Yields the rows of a shard, lap after lap, and can find any of them again."""
+    """Yields the rows of a shard, read after read, and can find any of them again."""
 
     def __init__(
         self,

@@ -4,11 +4,11 @@
     pack k goes to rank k mod world_size
 
 The sequence of packs depends on S, not on the readers: any ranks x workers that divides S gives the
-same packs in the same order. The places of a shard that has ended stay empty. A single reader
-skips them; one of several, which cannot know what the others have, gives empty packs of
-weight zero instead. A single rank ends with its last shard, also before `max_packs`. Several ranks
-cannot know when the others end without communication, so the length of their run must be given in
-packs.
+same packs in the same order. The pack indices of a shard that has ended stay unused. A single
+reader skips them; each of several readers, which know nothing of the others, yields empty packs of
+weight zero instead. A single rank ends with its last shard, even before `max_packs`. Without
+communication, a rank cannot know when the others end, so with several ranks the length of the run
+must be given in packs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StreamedPacks:
         self._check_share(position, share)
         index = share.next(base, position.index)
         shards = self._shards = self._open(position, share, index, cursors)
-        # Shards of which the state does not know yet that they have ended: each gives a cursor.
+        # Shards whose end the state does not have yet: each gives a cursor.
         unended = {n for n in shards if not cursors.get(n, {}).get("ended")}
         passed: list[dict] = []
         end = sys.maxsize if self.max_packs is None else share.round_end(self.max_packs - 1, base)
@@ -109,10 +109,10 @@ class StreamedPacks:
             return {}
         if not cursors:
             raise ValueError(
-                f"weights that change with the tokens seen cannot start with epoch "
-                f"{position.epoch}: this process knows nothing of the epochs before it; pass "
-                "epochs= to have all in one pass, or call mark_trained() with the packs that a "
-                "DataLoader's workers read"
+                f"weights that change with the tokens seen cannot start at epoch "
+                f"{position.epoch}: this process knows nothing about earlier epochs; pass epochs= "
+                "for all epochs in one pass, or call mark_trained() with the packs that DataLoader "
+                "workers read"
             )
         reader = partial(
             ShardReader, self.settings, epoch=position.epoch, end_epoch=position.end_epoch
@@ -126,8 +126,8 @@ class StreamedPacks:
     def count(self, epoch: int = 0) -> int:
         """Raise: the packs of a stream cannot be counted."""
         raise ValueError(
-            "a stream's packs cannot be counted before it was read: encode it at once with "
-            "pretokenize=True (an evaluation set needs that), or use estimate()"
+            "a stream's packs cannot be counted before it was read: encode it at the start with "
+            "pretokenize=True (an evaluation set needs that), or call estimate()"
         )
 
     def estimate(self) -> int | None:
@@ -137,8 +137,8 @@ class StreamedPacks:
     def report(self, cursors: Mapping[int, dict]) -> dict:
         """Report the packs up to the cursors; the reasons are those of rows read in this process.
 
-        Rows that were skipped or dropped count with the pack after them; those of a shard without
-        any pack when it has ended.
+        Rows that were skipped or dropped count with the pack after them or, if their shard has no
+        packs, when it has ended.
         """
         without_packs = {
             number: shard.last_cursor()
@@ -168,7 +168,7 @@ class StreamedPacks:
             raise ValueError(
                 "ranks that stream their own shards cannot know when the others end: pass the "
                 "length of the run with max_packs= (over all ranks), or use epochs=None and stop "
-                "by steps"
+                "after a number of steps"
             )
 
 

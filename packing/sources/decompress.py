@@ -1,4 +1,4 @@
-"""Read compressed files (.gz, .zst) up to the last byte before a truncation or corruption."""
+"""Read compressed files (.gz, .zst) up to the last byte before a truncation or damage."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def open_compressed(path: DataFile) -> BufferedReader:
 
 
 def _decompressed_size(path: DataFile, limit: int) -> int:
-    """Return the bytes that come out of a file; beyond `limit`, the estimate of its first bytes."""
+    """Return the decompressed size of a file; beyond `limit`, an estimate from its first bytes."""
     count, size = 0, path.stat().st_size
     with (
         _open_raw(path) as file,

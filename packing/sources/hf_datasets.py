@@ -2,10 +2,9 @@
 
 A Dataset with `input_ids` is a token store: lengths and tokens are in Arrow's own buffers, mapped
 from disk, and Python does not touch them row by row. Rows that are packed already are cut into
-their documents (`document_starts.py`). A dataset's format is ignored, except for
-the columns it hides and for a transform: a transform produces other rows, and must produce the
-same ones each time, or a run could not resume. A streaming IterableDataset is read in order; its
-own state is the cursor.
+their documents (`document_starts.py`). A dataset's format is ignored, except for the columns it
+hides and for a transform, which produces other rows: they must be the same each time, or a run
+could not resume. A streaming IterableDataset is read in order; its own state is the cursor.
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ class IterableDatasetSource(RowSource):
         if any("Shuffled" in step for step in _pipeline_steps(data._ex_iterable)):
             raise ValueError(
                 f"{name} was shuffled through a buffer, which no state can restore: pass it "
-                "unshuffled, PackedDataset(shuffle=...) shuffles blocks and resumes exactly"
+                "unshuffled; PackedDataset(shuffle=...) shuffles blocks and resumes exactly"
             )
         self.data, self.name = data, name
 
@@ -231,7 +230,7 @@ def open_hub(name: str) -> Any:
 
 
 def open_saved(folder: Path) -> Any:
-    """Open a folder written by `save_to_disk`, after checking that its files are inside of it."""
+    """Open a folder written by `save_to_disk`, after checking that its files are inside it."""
     import datasets
 
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))

@@ -108,7 +108,7 @@ def _parse(line: bytes | ValueError) -> Any:
         hint = f"; {ONE_PER_LINE}" if line.strip() == b"[" else ""
         return ValueError(f"not JSON: {error}{hint}")
     if isinstance(row, list) and row and isinstance(row[0], dict | str):
-        return ValueError(f"a list of {len(row)} entries on one line; {ONE_PER_LINE}")
+        return ValueError(f"the line is a list of {len(row)} entries; {ONE_PER_LINE}")
     if line.count(b"[") + line.count(b"{") > DEPTH_LIMIT and _depth(row) > DEPTH_LIMIT:
         return ValueError(f"JSON is nested deeper than {DEPTH_LIMIT}")
     return row

@@ -1,6 +1,6 @@
-"""Lengths and begins of documents in a mapped index, which the processes of a machine share.
+"""Lengths and starts of documents in a mapped index, which the processes of a machine share.
 
-An array of begins for 10^9 documents would take 8 GB in every process.
+An array of starts for 10^9 documents would take 8 GB in every process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CHUNK = 1 << 20
 
 
 class MappedBegins:
-    """Positions of documents in tokens, from byte offsets; computed for those asked for.
+    """Positions of documents in tokens, computed from byte offsets on request.
 
     >>> MappedBegins(np.array([0, 6, 10]), 2)[np.array([2, 1])].tolist()
     [5, 3]
@@ -33,7 +33,7 @@ class MappedBegins:
         return np.asarray(self[:], dtype)
 
     def are_contiguous(self, lengths: np.ndarray) -> bool:
-        """Return whether each begins where the one before it ends, and none inside of a token."""
+        """Return whether each begins where the previous one ends, and none inside a token."""
         end = 0
         for some in chunks(len(self)):
             byte_offsets, ends = self.byte_offsets[some], end + np.cumsum(lengths[some], dtype="i8")

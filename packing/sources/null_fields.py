@@ -24,6 +24,6 @@ def _without_nulls(value: Any) -> Any:
         return [_without_nulls(entry) for entry in value]
     if not isinstance(value, dict):
         return value
-    # Templates read `content` of a turn with tool calls, where chats have a null of their own.
+    # Templates read `content` of a turn with tool calls, where chats may have a genuine null.
     kept = (item for item in value.items() if item[1] is not None or item[0] == "content")
     return {name: _without_nulls(entry) for name, entry in kept}

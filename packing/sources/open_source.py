@@ -29,7 +29,7 @@ HUB_NAME = re.compile(r"[\w-]+/[\w-][\w.-]*")
 FILE_NAME = re.compile(r".*\.(jsonl?|ndjson|parquet|bin|gz|zst|txt|md|py|csv)")
 """A path that does not exist is on the hub if it matches HUB_NAME but not FILE_NAME."""
 TABLES = ("text/csv", "text/tab-separated-values")
-"""Text by type, but rows by content: one document per file would be wrong silently."""
+"""Text by type, but rows by content: reading each file as one document would be silently wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def open_source(
         return _open_path(Path(os.path.expanduser(source)), options)
     if isinstance(source, list | tuple) and _lists_files(source):
         raise ValueError(
-            f"{source[0]} is a file, the list would be read as {len(source)} documents: pass a "
+            f"{source[0]} is a file, but the list would be read as {len(source)} documents: pass a "
             "folder and glob=, a pattern with *, or [(file, weight), ...]"
         )
     if isinstance(source, RowSource):
@@ -89,7 +89,7 @@ def open_source(
 
 
 def may_be_folder(source: Any) -> bool:
-    """Return whether files of a source can be chosen: not of a single file, or of rows."""
+    """Return whether a source may have several files to choose from."""
     if not isinstance(source, str | Path):
         return isinstance(source, RowSource | TokenArray | TokenStore)  # opened already
     path = local_path(source) if is_url(source) else Path(os.path.expanduser(source))
@@ -169,7 +169,7 @@ def _open_dataset(data: Any, name: str, number: int) -> Opened:
 
 
 def _format_of(file: DataFile, any_text: bool) -> str:
-    """Tell a file's format by its name; any_text: unknown suffixes are text."""
+    """Return a file's format, by its name; any_text: unknown suffixes are text."""
     suffixes = [s for s in file.suffixes if s not in (".gz", ".zst")]
     last = suffixes[-1] if suffixes else ""
     if last in (".jsonl", ".json", ".ndjson"):

@@ -17,7 +17,7 @@ from .source import SMALL_BYTES, Row, RowSource
 WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 12}
 """Bytes of a decoded value; others have at least one."""
 BATCH_LIMIT = 4 << 30
-"""Bytes that come out of one batch of rows at most, or 16 times the encoded row group."""
+"""Largest decoded size of a batch of rows, in bytes, or 16 times the encoded row group."""
 COUNTED_FILES = 16
 """Files whose rows are counted for an estimate."""
 ROWS_PER_BATCH = 16, 256
@@ -148,7 +148,7 @@ def _batches(file: pq.ParquetFile, group: int) -> Iterator[pa.RecordBatch]:
 
 
 def _check_names(fields: Any) -> None:
-    """Raise if two columns have one name: a row could hold only the last of them."""
+    """Raise if two columns have the same name: a row could hold only the last of them."""
     names = [field.name for field in fields]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)

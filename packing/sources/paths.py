@@ -1,4 +1,4 @@
-"""Resolve a path to its files, none of them outside of it, and identify files by content.
+"""Resolve a path to its files, none of them outside it, and identify files by content.
 
 At most 64 MB of a set of files, or 256 pieces of them, are read to identify it.
 """
@@ -33,7 +33,7 @@ def resolve_inside(folder: Path, name: str) -> Path:
 
 
 def check_name(name: str) -> None:
-    """Raise if a name is not one of a file inside a folder."""
+    """Raise if a name cannot be that of a file inside a folder."""
     shown = _short(name)
     if not name or any(ord(letter) < 32 or ord(letter) == 127 for letter in name):
         raise ValueError(f"the name {shown!r} is empty or contains control characters")
@@ -80,7 +80,7 @@ def display_name(paths: Sequence[DataFile]) -> str:
 def files_fingerprint(kind: str, files: Sequence[DataFile], sizes: Sequence[int] = ()) -> str:
     """Identify files by their content, not by names or dates: a copy is the same data.
 
-    sizes: the bytes of each file that count, default all.
+    sizes: number of bytes of each file that count; default: all.
     """
     sizes = sizes or [file.stat().st_size for file in files]
     ranges = _ranges_of_files(sizes)

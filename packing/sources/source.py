@@ -66,7 +66,7 @@ class RowSource(ABC):
         """
 
     def first(self) -> Row | None:
-        """Return the first row, without a change to what `read` yields; None if there is none."""
+        """Return the first row, which `read` still yields; None if there is none."""
         return next(self.read(0, 1), None)
 
     def num_rows(self) -> int | None:
@@ -74,7 +74,7 @@ class RowSource(ABC):
         return None
 
     def row_bytes(self, row: Any) -> int:
-        """Return the approximate share of a row in `num_bytes`: its size as text or JSON."""
+        """Return the approximate size of a row in `num_bytes`: its size as text or JSON."""
         return len(str(row).encode(errors="replace")) + 1
 
     @abstractmethod

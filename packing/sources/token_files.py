@@ -1,7 +1,7 @@
 """Files of ready tokens: flat uint16/uint32 files, and Megatron's .bin/.idx.
 
-Local files are memory-mapped, remote ones are read in ranges. To find the documents of a remote
-flat file, all of it is read once; Megatron's index spares that.
+Local files are memory-mapped, remote ones are read in ranges. A remote flat file is read completely
+once to find its documents; with Megatron's index this is not needed.
 
 A flat file has no index: a document ends after each end-of-text id, which must be given.
 Megatron's index has the lengths of sequences, and which sequences begin a document.
@@ -38,7 +38,7 @@ def open_megatron(index: DataFile, binary: DataFile, source: int = 0) -> TokenAr
     version, code, sequences, documents = struct.unpack("<QBQQ", header[9:])
     dtype = np.dtype(DTYPES.get(code, "f8"))
     if version != 1 or dtype.kind not in "iu":
-        raise ValueError(f"{index.name}: version {version}, dtype code {code} are not token ids")
+        raise ValueError(f"{index.name}: version {version}, dtype code {code} is not supported")
     size, needed = index.stat().st_size, 34 + 12 * sequences + 8 * documents
     if size < needed:
         raise ValueError(f"{index.name} has {size} bytes, needs {needed}: it is truncated")
@@ -98,7 +98,7 @@ def open_flat_files(
     if filled and not any(_first_document_ends(array, eos_token_id) for array in filled):
         raise ValueError(
             f"{paths[0]}: add_eos={eos_token_id} does not occur among its tokens, so all would be "
-            "one document: pass the add_eos= that ends its documents, and the dtype= it was "
+            "one document: pass the id that ends its documents as add_eos=, and the dtype= it was "
             "written with"
         )
     return arrays

@@ -1,4 +1,4 @@
-"""Documents whose tokens are in flat arrays: lengths are known at once, reading is a copy.
+"""Documents whose tokens are in flat arrays: lengths are known, and reading is a copy.
 
     flat    [ a a a a b b c c c ]    in memory, memory-mapped from a file of any size, or remote
     begins  [ 0       4   6     ]
@@ -355,7 +355,7 @@ def _copy(flat, froms, lengths, begins, ends, pad, row):
         values, target = flat[begin : begin + n], row[begins[s] : ends[s]]
         for i in range(n):
             target[i] = values[i]
-        for i in range(n):  # a loop of its own: comparisons of narrow values are vectorized
+        for i in range(n):  # a separate loop: comparisons of narrow values are vectorized
             smallest = min(smallest, values[i])
             largest = max(largest, values[i])
         for i in range(n, len(target)):

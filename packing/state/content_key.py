@@ -1,4 +1,4 @@
-"""Identify all content of data: unlike a fingerprint, no byte is left out, however large it is."""
+"""Identify data by all of its bytes, at any size; a fingerprint reads only pieces of large data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ READ_BYTES = 1 << 20
 def files_key(kind: str, paths: Sequence[Any], sizes: Sequence[int] = ()) -> str | None:
     """Hash files, their names included; None if one is not a file of this machine.
 
-    sizes: the bytes of each that count, default all.
+    sizes: number of bytes of each file to hash; default: all.
     """
     digest = hashlib.blake2b(kind.encode(), digest_size=16)
     for number, path in enumerate(paths):

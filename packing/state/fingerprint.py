@@ -1,7 +1,7 @@
 """Identify data and settings by a short text, so that a state resumes only what it was made with.
 
 Up to 64 MB are hashed completely; larger data by its size and 256 evenly spaced pieces, which the
-files of a set share. A change outside of these pieces that keeps all lengths is not detected. A
+files of a set share. A change outside these pieces that keeps all lengths is not detected. A
 function's rows are identified by the first one, a streaming dataset's by the first four: later
 rows may not exist yet, or raise.
 """
@@ -39,7 +39,7 @@ class Fingerprint:
     def array(self, values: Any, dtype: np.dtype | None = None) -> Fingerprint:
         """Add an array, in memory or of a class that reads `pieces` from elsewhere.
 
-        dtype: that of the values, whatever type holds them.
+        dtype: the dtype to hash the values in, whatever dtype they are stored in.
         """
         if values is None:
             return self

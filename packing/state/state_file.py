@@ -25,7 +25,7 @@ def write_state(path: str | Path, state: dict) -> None:
     path = Path(path)
     data = encode_state(state)
     if len(data) > SIZE_LIMIT:
-        raise ValueError(f"a state of {len(data)} bytes, the limit is {SIZE_LIMIT}")
+        raise ValueError(f"the state has {len(data)} bytes, the limit is {SIZE_LIMIT}")
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         file.write(data)

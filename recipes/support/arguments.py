@@ -1,9 +1,9 @@
-"""Options that the recipes share, and where their values come from.
+"""Options that the recipes share, and the precedence of their values.
 
     default  <  settings of a resumed run  <  --config FILE.yaml  <  command line
 
-The YAML file has lines `name: value` with the names of the options. A value is the text that is
-written there, as on the command line: `no` is no, and 010 is not octal. null stands for nothing.
+The YAML file has lines `name: value` with the names of the options. A value is read as text, as on
+the command line: `no` is "no", and 010 is not octal. null means no value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nopad.cli import (
 from nopad.recipes.support.run_dir import check_unchanged, find_run, read_settings
 
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-"""The words of YAML for an option that is on or off."""
+"""YAML's words for an option that is on or off."""
 
 
 def add_data_and_model_options(parser: argparse.ArgumentParser, budget: int) -> None:
@@ -51,7 +51,7 @@ def add_packing_options(add: Any, budget: int, overflow: str = "split") -> None:
 
 
 def add_run_options(add: Any, recipe: str, save_every: int) -> None:
-    """Add the options that place a run, resume it and save it."""
+    """Add the options of the run folder, of resuming and of saving."""
     add("--output", type=lambda text: Path(text).expanduser(), metavar="FOLDER",
         help=f"folder of the run; default: the next unused runs/{recipe}-N")  # fmt: skip
     add("--resume", nargs="?", const="last", metavar="FOLDER",
@@ -97,7 +97,7 @@ def resume_if_restarted(explicit: dict[str, Any]) -> None:
     if "resume" in explicit:
         return
     if "output" not in explicit:
-        raise ValueError("--max-restarts needs --output: restarted workers find their run by it")
+        raise ValueError("--max-restarts needs --output, by which restarted workers find their run")
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     if restarted and (explicit["output"] / "run.json").is_file():
         explicit["resume"] = str(explicit["output"])
@@ -134,7 +134,7 @@ def _to_argv(path: Path, action: argparse.Action, values: list[str]) -> list[str
 def read_yaml(path: Path) -> dict[str, list[str]]:
     """Read the values of each name, as text; `learning-rate` and `learning_rate` are the same name.
 
-    The nodes of the file are read, no objects are made of them: aliases cannot grow.
+    Only the nodes of the file are read, without building objects, so aliases cannot expand.
     """
     import yaml
 

@@ -3,7 +3,7 @@
     rows ─▶ hash of the row % 50 == 0 ─▶ the first `count` ─┬─▶ held out: prompts and references
                                                             └─▶ all other rows: packs
 
-The choice depends on the rows' content only: it is the same for any ranks, shards and restarts.
+The choice depends only on the content of the rows, not on ranks, shards or restarts.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def is_main_process() -> bool:
 def find_run(recipe: str, name: str, output: Path | None) -> Path:
     """Return the folder of the run to resume.
 
-    name: a folder, or "last" for `output`, if given, or else the run with the highest number.
+    name: a folder, or "last" for `output` or, without it, the run with the highest number.
     """
     path = Path(name).expanduser() if name != "last" else output or _numbered(recipe, 0)
     if output and path.resolve() != output.resolve():

@@ -1,7 +1,7 @@
 """Run a recipe: exit status, errors that the user can fix in one line, signals.
 
-An error before the first training step is the user's to fix: one line, status 2. A training that
-diverged is one line, status 1. Any other error during training keeps its traceback.
+An error before the first training step, which the user can fix, is printed in one line, with status
+2; a training that diverged too, with status 1. Other errors during training keep their traceback.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tqdm import tqdm
 ParseArgs = Callable[[list[str] | None], argparse.Namespace]
 Train = Callable[[argparse.Namespace, RunDir], None]
 RENAMED = {"attn_implementation": "attention", "max_steps": "steps", "num_train_epochs": "epochs"}
-"""Arguments named in library errors, and what the recipes call them."""
+"""Arguments named in library errors, and their names in the recipes."""
 
 
 def run_recipe(recipe: str, parse_args: ParseArgs, train: Train, argv: list | None = None) -> int:

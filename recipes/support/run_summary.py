@@ -1,6 +1,6 @@
-"""What a run did, from its logs: five lines, and a plot in the run folder.
+"""Summarize a run from its logs: five lines, and a plot in the run folder.
 
-The logs keep what was done before a resume, so the summary is that of the whole run.
+The logs include the steps before a resume, so the summary covers the whole run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def expected_padded_fill(dataset: Any, args: Any) -> float:
 
 
 def write_summary(run: RunDir, padded: float, budget: int) -> list[str]:
-    """Write `training.svg` into the run folder; return the lines that say what the run did.
+    """Write `training.svg` into the run folder; return the lines of the summary.
 
     padded: the fill that padded batches would have.
     """

@@ -272,14 +272,14 @@ def test_parity_of_generation_and_training_is_told_by_dtype_and_backend(capsys, 
     assert float(rows["float32", "sdpa,"][4]) == 0.0, "batch-invariant: not even rounding differs"
     assert "not run: float32 flash2 (it needs CUDA)" in text
     assert "not run: bfloat16 flash2 (it needs CUDA)" in text
-    assert text.splitlines()[-1].startswith("Generation agrees with training, but for rounding")
+    assert text.splitlines()[-1].startswith("Generation agrees with training, except for rounding")
 
 
 def test_without_batch_invariant_support_models_are_still_compared(capsys, monkeypatch):
     monkeypatch.setattr(doctor_parity, "PROMPT_LENGTHS", (1, 5))
     monkeypatch.setattr(doctor_parity, "MAX_TOKENS", 2)
     assert main(["gemma2", "--parity"]) == 0
-    assert "batch-invariant (batch_invariant does not serve this model" in capsys.readouterr().out
+    assert "batch-invariant (batch_invariant does not support this model" in capsys.readouterr().out
 
 
 def test_a_mismatch_is_status_one(capsys, monkeypatch):

@@ -196,7 +196,7 @@ def test_closed_standard_input_and_a_format_without_a_file_are_told(monkeypatch)
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(ValueError, match="standard input is closed"):
         main(["m", "--file", "-"])
-    with pytest.raises(ValueError, match="--jsonl is the format of --file, which is missing"):
+    with pytest.raises(ValueError, match="--jsonl needs --file"):
         main(["m", "--prompt", "a", "--jsonl"])
 
 

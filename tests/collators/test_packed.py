@@ -114,7 +114,7 @@ def test_rows_without_tokens_raise():
         (PackedCollator, {"max_length": 5}, "max_length=5, fixed_sequences=None"),
         (PackedCollator, {"max_length": -3, "fixed_sequences": 4}, "max_length=-3"),
         (PackedCollator, {"max_length": 0, "fixed_sequences": 4}, "max_length=0"),
-        (PaddedCollator, {"pad_to_multiple_of": 0}, "pad_to_multiple_of=0: 1 or more"),
+        (PaddedCollator, {"pad_to_multiple_of": 0}, "pad_to_multiple_of=0: pass at least 1"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(kind, settings, told):
@@ -125,7 +125,7 @@ def test_settings_that_make_no_sense_are_refused_by_name(kind, settings, told):
 def test_a_padded_batch_is_made_of_samples():
     with pytest.raises(ValueError, match="empty list"):
         PaddedCollator()([])
-    with pytest.raises(ValueError, match="a Pack is not a sample: PackedCollator takes packs"):
+    with pytest.raises(ValueError, match="a Pack is not a sample: pass PackedCollator"):
         PaddedCollator()([pack_of([3], 9)])
     with pytest.raises(ValueError, match="a Pack is not a sample"):
         PackedCollator()([pack_of([3], 9), {"input_ids": [1, 2]}])

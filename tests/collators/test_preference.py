@@ -23,7 +23,7 @@ def test_a_trainer_of_padded_pairs_is_told_what_it_got():
 
     batch = send_to_device(PreferenceCollator()([PAIR]), "cpu")
     assert "completion_mask" not in batch and batch.get("completion_mask") is None
-    with pytest.raises(ValueError, match=r"packs pairs and gives no 'completion_mask'.*DPOTrainer"):
+    with pytest.raises(ValueError, match=r"packs pairs and has no 'completion_mask'.*DPOTrainer"):
         batch["completion_mask"]
 
 

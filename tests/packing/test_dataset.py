@@ -89,15 +89,15 @@ def test_a_shard_without_rows_is_refused_where_there_is_no_end():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"rank": 1}, "rank 1 and world_size None: pass both"),
-        ({"world_size": 2}, "rank None and world_size 2: pass both"),
-        ({"shards": 0}, "shards 0: at least 1"),
-        ({"shuffle": -1}, "shuffle=-1: True, False, or how many rows"),
-        ({"shuffle": 2.5}, "shuffle=2.5: True"),
-        ({"shuffle": None}, "shuffle=None: True"),
-        ({"pad_token_id": -5}, "pad_token_id=-5: pad with an id"),
-        ({"pad_token_id": 10, "vocab_size": 10}, "pad_token_id=10: pad .* from 0 to 9"),
-        ({"vocab_size": 0}, "vocab_size 0: at least 1"),
+        ({"rank": 1}, "rank=1 and world_size=None: pass both"),
+        ({"world_size": 2}, "rank=None and world_size=2: pass both"),
+        ({"shards": 0}, "shards=0: pass at least 1"),
+        ({"shuffle": -1}, "shuffle=-1: pass True, False, or a number"),
+        ({"shuffle": 2.5}, "shuffle=2.5: pass True"),
+        ({"shuffle": None}, "shuffle=None: pass True"),
+        ({"pad_token_id": -5}, "pad_token_id=-5: pass an id"),
+        ({"pad_token_id": 10, "vocab_size": 10}, "pad_token_id=10: pass .* from 0 to 9"),
+        ({"vocab_size": 0}, "vocab_size=0: pass at least 1"),
         ({"vocab_size": "10"}, "vocab_size '10' must be an integer"),
         ({"budget": 8.0}, "budget 8.0 must be an integer"),
         ({"pool": 1.5}, "pool 1.5 must be an integer"),
@@ -163,9 +163,9 @@ def test_the_length_is_that_of_a_pass_on_one_rank(tools, world_size):
 
 def test_a_length_that_is_not_known_is_a_type_error_with_the_way_out():
     stream = PackedDataset(lambda: iter([[1, 2]]), budget=8)
-    with pytest.raises(TypeError, match=r"cannot be counted.*pretokenize=True, or use estimate"):
+    with pytest.raises(TypeError, match=r"cannot be counted.*pretokenize=True, or call estimate"):
         len(stream)
-    with pytest.raises(TypeError, match="epochs=None: the packs have no end to count"):
+    with pytest.raises(TypeError, match="with epochs=None the data has no end"):
         len(PackedDataset([[1, 2]], budget=8, epochs=None))
     assert stream and PackedDataset([], budget=8)
 

@@ -1,17 +1,17 @@
 """Save and load the data position of a checkpoint: one JSON file merged from all ranks.
 
 Ranks of a sharded stream have different cursors, so saving is a collective: call it on all ranks.
-The file holds its own checksum and is written atomically. It also holds how many calls of
-generation have drawn random numbers, so that a resumed run draws what it would have drawn, and the
-number of packs per optimizer step over all ranks, so that a resumed run can report a change.
+The file holds its own checksum and is written atomically. It also counts the calls of generation
+that have drawn random numbers, so that a resumed run draws the same numbers as an uninterrupted
+one, and the packs per optimizer step over all ranks, so that a resumed run can report a change.
 
-Checkpoints of `torch.distributed.checkpoint`, synchronous or not, take it as a `DataState`:
+For checkpoints of `torch.distributed.checkpoint`, synchronous or not, use a `DataState`:
 
     state = {"model": model, "optimizer": optimizer, "data": DataState(loader)}
     dcp.save(state, checkpoint_id=folder)           # or dcp.async_save(..., process_group=saving)
     dcp.load(state, checkpoint_id=folder)           # on any number of ranks
 
-An asynchronous save exchanges data while the training does: give it a group of its own,
+An asynchronous save exchanges data while the training does, so it needs a separate process group:
 `saving = dist.new_group(backend="gloo")`.
 """
 
@@ -42,7 +42,7 @@ PACKS_PER_STEP = "packs_per_step"
 def gather_data_state(loader: PackedLoader | None, state: dict | None = None) -> dict:
     """Merge the states of all ranks into the one state of the run; call it on every rank.
 
-    state: this rank's, if not the loader's.
+    state: this rank's state; default: the loader's.
     """
     own = loader.state() if loader is not None and not state else state
     states, counts = zip(*gather_objects((own, draw_counts())), strict=True)
@@ -88,8 +88,8 @@ def load_data_state(loader: PackedLoader, folder: Path, name: str = STATE_FILE) 
 class DataState:
     """The data position of a loader as a `Stateful` of `torch.distributed.checkpoint`.
 
-    `dcp` stores one value of each name, whichever rank it came from, so every rank gives the state
-    of the whole run. It is taken when a save begins; an asynchronous save writes it later.
+    `dcp` stores one value of each name, from any rank, so every rank returns the state of the whole
+    run. The state is taken when a save begins; an asynchronous save writes it later.
 
     Args:
         loader: the loader that the training iterates.

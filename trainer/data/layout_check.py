@@ -1,4 +1,4 @@
-"""Before the first step: compare what each rank has read with what its layout says.
+"""Before the first step, compare the packs that each rank has read with its layout.
 
     rank   replica   read
     0      0         pack 0  ┐ the same batches in a replica,
@@ -6,8 +6,8 @@
     2      1         pack 1  ┐ other packs in another
     3      1         pack 1  ┘
 
-It is one gathering of a hash per rank. It notices ranks that were told a wrong rank=, and sources
-that give other rows on every rank.
+The check gathers one hash per rank. It detects a wrong rank=, and sources that yield different rows
+on every rank.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ...runtime import Layout, gather_objects, world_size
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """What one rank has read for its first step."""
+    """The packs that one rank has read for its first step."""
 
     replica: int
     """The number of its replica, by the layout."""
     data_rank: int
-    """Its rank among the ranks that read packs of their own, by the data set."""
+    """Its data-parallel rank, by the data set."""
     data_size: int
     pack: int
     """The index of its first pack."""
@@ -40,7 +40,7 @@ class FirstStep:
 def check_first_step(
     layout: Layout, ranks: tuple[int, int], pack: int, batches: Iterable[dict[str, Any]]
 ) -> None:
-    """Raise on all ranks if they have not read what the layout says; call it on every rank.
+    """Raise on all ranks if their packs do not match the layout; call it on every rank.
 
     ranks: data-parallel rank and size of the data set.
     """
@@ -52,7 +52,7 @@ def check_first_step(
 
 
 def find_fault(steps: list[FirstStep]) -> str | None:
-    """Return what is wrong with the first steps of all ranks, in words.
+    """Describe the fault in the first steps of all ranks.
 
     >>> find_fault([FirstStep(0, 0, 2, 0, "a"), FirstStep(1, 0, 2, 0, "a")])[:37]
     'the data-parallel ranks are [0] of 2:'
@@ -78,7 +78,7 @@ def find_fault(steps: list[FirstStep]) -> str | None:
 
 
 def _find_gap(steps: list[FirstStep]) -> str | None:
-    """Return whether packs are left out, or trained by more ranks than others."""
+    """Return whether packs are omitted, or trained by more ranks than others."""
     size, readers = steps[0].data_size, Counter(step.data_rank for step in steps)
     if size > len(steps):
         return None  # the processes of another launcher, which we do not see, read the others

@@ -6,8 +6,8 @@
                                               └─ data state: saved once the step was issued
 
 The loader reads one optimizer step ahead, so that every batch can carry the number of label tokens
-of its optimizer step; two where a step may be empty on every rank, which is known one step later.
-Packs that were read but not yet issued are not part of the state.
+of its optimizer step. If a step may be empty on every rank, which is known one step later, it reads
+two steps ahead. Packs that were read but not yet issued are not part of the state.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .optimizer_steps import Batch, PackInfo, StepBatches, mark_last, skip_empty
 from .worker_watch import WorkerWatch
 
 NO_STEPS = (
-    "the data has not enough packs for one optimizer step, and drop_last=True drops them: omit it, "
+    "the data has too few packs for one optimizer step, and drop_last=True drops them: omit it, "
     "or lower the accumulation steps"
 )
 
@@ -62,15 +62,15 @@ class PackedLoader:
 
     Args:
         dataset: the packs to read.
-        collator: a `PackedCollator` with options of your own; default: without options.
+        collator: a `PackedCollator` with your options; default: one without options.
         accumulation_steps: packs per optimizer step and rank.
-        num_workers: processes that read packs; 0: this process reads.
+        num_workers: processes that read packs; with 0, this process reads them.
         pin_memory: as in torch's DataLoader.
         prefetch_factor: packs that each worker reads ahead, as in torch's DataLoader.
-        multiprocessing_context: of the workers, as in torch's DataLoader.
-        drop_last: drop an incomplete last step instead of filling it up with empty packs.
+        multiprocessing_context: context of the workers, as in torch's DataLoader.
+        drop_last: drop an incomplete last step instead of completing it with empty packs.
         count_items: add `num_items_in_batch`; off for trainers that count labels themselves.
-        layout: which ranks train on packs of their own; default: found when iteration starts.
+        layout: the data-parallel layout of the ranks; default: detected when iteration starts.
     """
 
     batch_size = 1  # DeepSpeed reads it from every loader
@@ -111,7 +111,7 @@ class PackedLoader:
         self.first_step_check: Callable[[list[Batch]], None] | None = None
         """Called once, with the batches of the first step, before any of them is issued."""
         self.limits: ModelLimits | None = None
-        """What the model can take; batches beyond it are refused."""
+        """The limits of the model; batches beyond them are refused."""
         self.wait_seconds = 0.0
         """Seconds the trainer has waited for data."""
         self.layout = layout
@@ -192,7 +192,7 @@ class PackedLoader:
         return self.packs_at_a_time * self.accumulation_steps
 
     def _say_other_step_size(self) -> None:
-        """Say, on the first rank, that the saved run had another number of packs per step."""
+        """Report, on the first rank, a change in the number of packs per step since the save."""
         saved, self.saved_packs_per_step = self.saved_packs_per_step, None
         ranks, now = self.packs_at_a_time, self.packs_per_step
         if saved is None or saved == now or rank():
@@ -303,7 +303,7 @@ class PackedLoader:
         return _collate(self.collator, Pack.of([], template.budget))
 
     def _check_layout(self, step: StepBatches) -> None:
-        """Raise on all ranks if ranks of one replica were dealt different packs."""
+        """Raise on all ranks if ranks of one replica have read different packs."""
         assert self.layout is not None
         batches, first = [batch for batch, _ in step.batches], step.batches[0][1]
         check_first_step(self.layout, self.dataset.ranks(), first.index, batches)
@@ -361,7 +361,7 @@ class UnsizedLoader(PackedLoader):
     """
 
     def __len__(self) -> int:
-        raise TypeError("the packs of the next passes may be more or fewer")
+        raise TypeError("the number of packs may differ between passes")
 
 
 class EvaluationLoader(PackedLoader):
@@ -382,9 +382,9 @@ class EvaluationLoader(PackedLoader):
 
         Args:
             dataset: the packs to evaluate on; their lengths must be known.
-            collator: a `PackedCollator` with options of your own; default: without options.
+            collator: a `PackedCollator` with your options; default: one without options.
             limit: evaluate at most this many packs per rank.
-            layout: which ranks read packs of their own; default: found when iteration starts.
+            layout: the data-parallel layout of the ranks; default: detected when iteration starts.
         """
         super().__init__(dataset, collator, layout=layout)
         if limit is not None and (not isinstance(limit, int) or limit < 0):
@@ -421,7 +421,7 @@ class EvaluationLoader(PackedLoader):
 
 
 def check_collator(collator: Callable[[Pack], Batch] | None) -> None:
-    """Refuse what does not turn a pack into a batch with labels: mostly collators of samples."""
+    """Refuse collators that do not turn a pack into a batch with labels, such as padding ones."""
     if collator is None:
         return
     name = getattr(collator, "__name__", type(collator).__name__)
@@ -434,8 +434,8 @@ def check_collator(collator: Callable[[Pack], Batch] | None) -> None:
         ) from error
     if "labels" not in batch:
         raise ValueError(
-            f"{name} returns a batch without labels, from which the loss is counted: keep those "
-            "of PackedCollator"
+            f"{name} returns a batch without labels, which the loss needs: keep those of "
+            "PackedCollator"
         )
 
 

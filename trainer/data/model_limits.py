@@ -1,7 +1,7 @@
-"""What a model can take: token ids and labels of its vocabulary, and so many positions.
+"""The limits of a model: token ids and labels of its vocabulary, and its number of positions.
 
-Batches are checked on the host before they are issued, all of them: on a device an id outside the
-vocabulary stops the process without a name, and a label outside it gives a loss of NaN.
+All batches are checked on the host before they are issued: on a device, an id outside the
+vocabulary stops the process with an unclear error, and a label outside it gives a loss of NaN.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class ModelLimits:
 
     @classmethod
     def of(cls, *models: Any) -> ModelLimits:
-        """Return what each of the models can take."""
+        """Return the strictest limits of the models."""
         configs = [model.config.get_text_config() for model in models]
         lengths = [limit for limit in map(length_limit, configs) if limit is not None]
         shortest = min(lengths, key=lambda limit: limit.length, default=None)
         return cls(min(config.vocab_size for config in configs), shortest)
 
     def check(self, batch: dict[str, Any], name: object) -> None:
-        """Raise if the model cannot take a batch; `name` is its pack in the message."""
+        """Raise if a batch exceeds the limits; `name` is its pack in the message."""
         self.check_ids(batch, f"{name}: ")
         if self.sequence is None:
             return

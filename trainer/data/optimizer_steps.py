@@ -4,8 +4,8 @@
     worker 1   [pack 1] [empty ] [empty ]      several ranks   a step is skipped if it is empty
                                                                on all of them
 
-Shards of a stream end at different times, and empty packs take the places of those that have ended.
-Several ranks end once one pack of every shard, in a row, was empty on all of them.
+Shards of a stream end at different times, and empty packs replace the packs of those that have
+ended. With several ranks, the loader ends when one pack of every shard, in a row, was empty on all.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PackInfo:
     num_label_tokens: int
     """Tokens that count for the loss."""
     sources: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int16))
-    """For each sequence, the number of its source in a mixture."""
+    """For each sequence, the index of its source in a mixture."""
     samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """For each sequence, the index of its sample in its source."""
 
@@ -65,7 +65,7 @@ class PackInfo:
 
     @property
     def fill(self) -> float:
-        """The share of the budget that holds tokens."""
+        """Fraction of the budget that holds tokens."""
         return self.num_tokens / self.budget
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class StepBatches:
     weight: HostCopy | None
     """The loss weight of the step over all ranks: summed a step ahead, read when it is issued."""
     tokens: HostCopy | None = None
-    """The tokens of the step over all ranks, where they may be none."""
+    """The tokens of the step over all ranks, if there may be none."""
 
 
 def take_packs(

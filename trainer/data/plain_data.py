@@ -2,7 +2,7 @@
 
     datasets.Dataset, list, path, stream ─▶ budget, the trainer's seed, the model's limit ─▶ packs
 
-A `PackedDataset` is taken as it is: its own settings hold.
+A `PackedDataset` is used unchanged, with its own settings.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ COMMON = (
     "text_column",
     "on_error",
 )
-"""Settings of the training data that hold for its evaluation sets."""
+"""Settings of the training data that also apply to evaluation sets."""
 
 
 def check_plain(data: Any, budget: int | None, name: str) -> bool:
     """Return whether data has to be packed; raise if `budget` is missing, or has no effect.
 
-    name: of the argument that the data was passed as.
+    name: the name of the argument, for messages.
     """
     if isinstance(data, PackedDataset):
         if budget is not None:
             raise ValueError(
-                f"budget={budget} does not apply to a PackedDataset, which has its own of "
+                f"budget={budget} does not apply to a PackedDataset, whose budget is "
                 f"{data.settings['budget']}: omit it"
             )
         return False
@@ -48,7 +48,7 @@ def check_plain(data: Any, budget: int | None, name: str) -> bool:
 
 
 def refuse_plain_settings(**settings: Any) -> None:
-    """Raise for a setting of plain data beside a PackedDataset, where it would have no effect."""
+    """Raise for a setting of plain data that would have no effect on a PackedDataset."""
     for name, value in settings.items():
         if value is not None:
             raise ValueError(f"{name}= is for plain data: pass it to the PackedDataset")
@@ -57,7 +57,7 @@ def refuse_plain_settings(**settings: Any) -> None:
 def pack_plain(data: Any, config: Any, *, budget: int, tokenizer: Any, **settings: Any):
     """Pack data for a model.
 
-    config: the model's, whose limit is the longest sequence; None if it is not known.
+    config: the model's config, which limits the longest sequence; None if it is not known.
     tokenizer: for rows of text; rows of token ids need none.
     """
     limit = None if config is None else length_limit(config.get_text_config())

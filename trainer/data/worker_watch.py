@@ -1,8 +1,8 @@
 """Report dead DataLoader workers: which one, and the last pack that came from the workers.
 
-Torch notices a dead worker by SIGCHLD and raises wherever the training is at that moment, even in
-the middle of printing another error, or else by a broken connection; its errors name a process id
-at most. Here a death raises one error, with names, when data is read.
+Torch detects a dead worker by SIGCHLD, and raises wherever the training is at that moment, even
+while another error is printed, or by a broken connection; its errors name at most a process id.
+Here, a dead worker raises one error with its name, when data is read.
 """
 
 from __future__ import annotations

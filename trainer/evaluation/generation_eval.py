@@ -2,8 +2,8 @@
 
     every N steps ─▶ time budget ─▶ generate (all ranks) ─▶ metrics (rank 0) ─▶ Report (all ranks)
 
-`GenerationEval` calls a function that generates: an engine's `generate`, a `DataParallelEngine`'s,
-or a harness with tasks of its own. It does not depend on a trainer; the `with_*` packages run it in
+`GenerationEval` calls a function that generates: `generate` of an engine or a `DataParallelEngine`,
+or a harness with its own tasks. It does not depend on a trainer; the `with_*` packages run it in
 one. An error in an evaluation is reported, the same on every rank, and training continues as if
 there had been no evaluation; only Ctrl-C and process exits are raised.
 """
@@ -62,25 +62,25 @@ class GenerationEval:
         """Define an evaluation.
 
         Args:
-            generate: called as `generate(prompts, params, deadline=)` and returns completions;
-                without examples a harness, called with `deadline=`, that returns metrics by name.
+            generate: called as `generate(prompts, params, deadline=)`, returns completions. Without
+                examples, a harness, called with `deadline=`, that returns metrics by name.
             examples: prompts with the references that metrics compare with; None for a harness.
-            metrics: functions of a completion's text and its reference that return a number, by
-                name; their means over the completions are logged, all `n` of a prompt included. A
-                metric that raises for one of them, or returns no number, has no mean.
+            metrics: functions by name; each takes a completion's text and its reference and returns
+                a number. Their means over all completions are logged, including all `n` of a
+                prompt. If a metric raises for one completion, or returns no number, it has no mean.
             params: sampling parameters of all prompts, passed on to `generate`.
-            every: optimizer steps between evaluations; None: only when the trainer evaluates. In
-                both cases it also runs after the last step, unless the run is stopped before.
+            every: optimizer steps between evaluations; None: only when the trainer evaluates.
+                Unless the run is stopped early, the evaluation also runs after the last step.
             name: inserted between `eval/` and the metric's name; needed for several evaluations.
-            deadline: seconds one evaluation may take; completions that are not finished by then are
-                not scored, and counted as `timed_out`.
-            max_time_share: largest share of the run's time; evaluations that would exceed it run
+            deadline: seconds that one evaluation may take; unfinished completions are not scored,
+                but counted as `timed_out`.
+            max_time_share: largest fraction of the run's time; evaluations that would exceed it run
                 on fewer examples or are skipped.
             num_samples: completions shown in the table.
             monitor: the metric whose best value is tracked; NaN and infinity are never the best.
             mode: whether the best value is the largest or the smallest.
-            on_error: report an error of generation or of a metric and continue training, or raise
-                it. Requests that failed are reported and counted in both cases.
+            on_error: "report" an error of generation or of a metric and continue training, or
+                "raise" it. Requests that failed are reported and counted in both cases.
         """
         metrics = {} if metrics is None else metrics
         if examples is not None and not isinstance(examples, Iterable):
@@ -138,7 +138,7 @@ class GenerationEval:
         return name.startswith(full_name(self.name, ""))
 
     def state_dict(self) -> dict:
-        """Return what a checkpoint should keep."""
+        """Return the best value, for a checkpoint."""
         return {"best": self.best}
 
     def load_state_dict(self, state: dict) -> None:
@@ -224,7 +224,7 @@ class GenerationEval:
 
 
 def _finished_share(values: dict[str, float]) -> float:
-    """Return the share of completions that the deadline did not end; 1 for a harness."""
+    """Return the fraction of completions within the deadline; 1 for a harness."""
     finished, late = (values.get(n, 0) for n in ("examples", "timed_out"))
     total = finished + values.get("failed", 0) + late
     return 1 - late / total if total else 1.0
@@ -245,9 +245,9 @@ def _check_settings(
         name = type(metrics).__name__
         raise ValueError(f"metrics is a {name}; pass a dict of functions by name")
     if mode not in ("max", "min"):
-        raise ValueError(f"mode={mode!r}: 'max' or 'min'")
+        raise ValueError(f"mode={mode!r}: pass 'max' or 'min'")
     if on_error not in ("report", "raise"):
-        raise ValueError(f"on_error={on_error!r}: 'report' or 'raise'")
+        raise ValueError(f"on_error={on_error!r}: pass 'report' or 'raise'")
 
 
 def _is_int(value: Any) -> bool:
@@ -257,7 +257,7 @@ def _is_int(value: Any) -> bool:
 def _check_examples(
     examples: list[Example], metrics: Mapping[str, Metric], monitor: str | None
 ) -> None:
-    """Refuse at once what would make every evaluation fail."""
+    """Refuse settings that would make every evaluation fail."""
     if not examples:
         raise ValueError("examples is empty; pass at least one")
     for index, example in enumerate(examples):
@@ -285,7 +285,7 @@ def check_unique_names(evaluations: Sequence[GenerationEval]) -> tuple[Generatio
 
 
 def eval_states(evaluations: Sequence[GenerationEval]) -> dict:
-    """Return what a checkpoint should keep of several evaluations."""
+    """Return the best values of several evaluations, for a checkpoint."""
     return {"evaluations": [evaluation.state_dict() for evaluation in evaluations]}
 
 
@@ -295,7 +295,7 @@ def load_eval_states(evaluations: Sequence[GenerationEval], state: dict) -> None
     if len(saved) != len(evaluations):
         raise ValueError(
             f"the checkpoint holds the best values of {len(saved)} evaluations, but there are "
-            f"{len(evaluations)}: pass those of its run, in the same order"
+            f"{len(evaluations)}: pass the evaluations of its run, in the same order"
         )
     for evaluation, evaluation_state in zip(evaluations, saved, strict=True):
         evaluation.load_state_dict(evaluation_state)

@@ -14,7 +14,7 @@ class Example:
     prompt: Any
     """Text, token ids or messages."""
     reference: Any = None
-    """What the metrics compare the completion with."""
+    """The reference that metrics compare the completion with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class TableRow:
     prompt: str
     """The prompt as text."""
     completion: str
-    """What the model wrote."""
+    """The text that the model generated."""
     reference: str
     """The example's reference as text."""
     scores: dict[str, float] = field(default_factory=dict)

@@ -19,7 +19,7 @@ MAX_CHARACTERS = 400
 """Characters shown of a text: the last ones of a prompt, the first ones of the others."""
 
 _SHOWN_IF_ANY = ("failed", "timed_out")
-"""Counters that the console shows only where they are not zero."""
+"""Counters that the console shows only if they are not zero."""
 
 
 class ReportWriter:
@@ -32,7 +32,7 @@ class ReportWriter:
     def write(self, report: Report, loggers: Iterable[Any], metrics: bool = True) -> None:
         """Send a report's rows to every logger that takes text or tables.
 
-        metrics: print its metrics, too; off where the trainer has printed them.
+        metrics: also print its metrics; off if the trainer has printed them.
         """
         is_shown = self.console
         columns, data = table(report.rows)

@@ -4,7 +4,7 @@
                 └─▶ metrics ─┬─▶ means, and rows of the table of completions
                              └─▶ an error: no mean, which would be that of the other examples
 
-A harness returns metrics of its own; they are only converted to floats.
+A harness returns its own metrics, which are only converted to floats.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .metrics import Metric
 from .report import Example, TableRow
 
 COUNTERS = ("examples", "failed", "timed_out", "truncated", "new_tokens")
-"""Reported beside the metrics: completions that were scored, that failed, that the deadline ended;
-of the scored ones those that ended at `max_tokens`; and all generated tokens."""
+"""Counts reported with the metrics: completions scored, failed, and cut off by the deadline; scored
+completions that ended at `max_tokens`; generated tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ def score_completions(
     examples: list[Example],
     completions: list[Any],
 ) -> Scores:
-    """Apply the metrics to every completion, all `n` of a prompt included."""
+    """Apply the metrics to every completion, including all `n` of a prompt."""
     failed, timed_out, truncated, rows = [], 0, 0, []
     errors: dict[str, list[str]] = {name: [] for name in metrics}
     samples = [
         (index, example, each)
         for index, example, first in zip(indices, examples, completions, strict=True)
-        # Functions of one's own may return completions without this attribute of the engine's.
+        # A user's function may return completions without this attribute of the engine's.
         for each in (first, *getattr(first, "others", ()))
     ]
     for index, example, completion in samples:

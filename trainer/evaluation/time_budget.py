@@ -21,7 +21,7 @@ MIN_EXAMPLES = 8
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """What the next evaluation may do."""
+    """The plan of the next evaluation."""
 
     num_examples: int
     """Examples to run; 0: the evaluation is skipped."""
@@ -44,7 +44,7 @@ class TimeBudget:
         if max_time_share is not None and not share_is_valid:
             raise ValueError(f"max_time_share is {max_time_share!r}; it must be between 0 and 1")
         if deadline is not None and not (isinstance(deadline, Real) and deadline > 0):
-            raise ValueError(f"deadline is {deadline!r}; it must be seconds above 0")
+            raise ValueError(f"deadline is {deadline!r}; it must be a number of seconds above 0")
         self.max_time_share, self.deadline = max_time_share, deadline
         self._clock = clock
         self._seconds_per_example: float | None = None

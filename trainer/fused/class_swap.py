@@ -1,8 +1,8 @@
 """Swap a module's class for a subclass of the same name whose forward is fused.
 
-Only the class of the module changes: weights, hooks and names stay, and the class it had before
-undoes the swap. A subclass may have several fused forwards (rotary and QKV of an attention); each
-falls back to the one before it, and the first to the stock forward.
+Only the class of the module changes: weights, hooks and names stay, and restoring the previous
+class undoes the swap. A subclass may have several fused forwards (rotary and QKV of an attention);
+each falls back to the one before it, and the first to the stock forward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORWARDS = "_nopad_fused_forwards"
 """Attribute of a fused subclass: its fused forwards, in the order in which they were added."""
 
 VERIFIED = "_nopad_verified_forward"
-"""Attribute of a fused subclass: the stock forward with which its own was verified."""
+"""Attribute of a fused subclass: the stock forward that its own was verified against."""
 
 SETTINGS = "_nopad_verified_settings"
 """Attribute of a fused module: its settings when its fused forward was verified."""
@@ -99,7 +99,7 @@ def settings(module: nn.Module) -> dict[str, Any]:
 
 
 def is_as_verified(module: nn.Module) -> bool:
-    """Whether forward and settings of a module are those that its fused one was verified with."""
+    """Whether a module has the forward and settings that its fused forward was verified with."""
     verified = getattr(type(module), VERIFIED, None)
     if verified is None:  # a stock module, which is being verified
         return True
@@ -129,11 +129,11 @@ class FusedLayers:
         """By id: each module, the class it had before and its fused class."""
 
     def undo(self) -> None:
-        """Give every module its class back; call it before any other wrapper changes the module."""
+        """Restore the class of every module; call it before another wrapper changes the module."""
         for module, _, fused in self._swaps.values():
             if type(module) is not fused:
                 raise ValueError(
-                    f"the class of a {fused.__name__} is {type(module)} by now, not the one that "
+                    f"the class of a {fused.__name__} is now {type(module)}, not the one that "
                     "fuse_layers gave it: undo before fully_shard, or remove that wrapper first"
                 )
         for module, stock, _ in self._swaps.values():

@@ -68,7 +68,7 @@ def _first_weight(module: nn.Module) -> Tensor:
 
 
 def trial_precisions(dtype: torch.dtype) -> list[torch.dtype | None]:
-    """Return the dtypes of autocast to try for weights of a dtype; None stands for no autocast.
+    """Return the dtypes of autocast to try for weights of a dtype; None means no autocast.
 
     >>> trial_precisions(torch.bfloat16)  # autocast refuses to mix bf16 and fp16
     [None, torch.bfloat16]
@@ -99,9 +99,9 @@ def trial_copies(module: nn.Module, device: torch.device) -> list[Any]:
 
 
 def _gathered_copy(module: Any) -> Any:
-    """Return a module that FSDP2 has sharded as it was before, with whole weights.
+    """Return a module that FSDP2 has sharded as it was before sharding, with full weights.
 
-    Called by all ranks at the same time, since the weights are gathered.
+    All ranks call it at the same time, since the weights are gathered.
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -1,13 +1,13 @@
-"""Put fused training kernels into a model as it is, without torch.compile.
+"""Use fused training kernels in an existing model, without torch.compile.
 
     norms, gated MLPs        one kernel each way
     decoder layers           residuals are added inside the norms' kernels, each way
     rotary embeddings        queries and keys in one kernel
     attention                input gradients of q, k and v are summed inside their products
 
-Nothing is assumed about a model beyond what its modules look like, so every replacement is verified
-first: on a small input, with gradients, against the module itself. A module that does not match
-keeps its own forward. A compiled layer does not use the kernels: torch.compile generates its own.
+Modules are recognized by their structure alone, so every replacement is verified first: on a small
+input, with gradients, against the module itself. A module that does not match keeps its own
+forward. A compiled layer does not use the kernels: torch.compile generates its own.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ log = logging.getLogger("nopad.trainer")
 
 
 def fuse_layers(model: nn.Module, device: torch.device | None = None) -> FusedLayers:
-    """Give the modules of a causal LM on a GPU fused kernels, where they compute the same.
+    """Use fused kernels for the modules of a causal LM on a GPU that they reproduce.
 
     Call it before FSDP1 or ZeRO-3 wrap the model, before or after DDP or FSDP2 do (then on every
-    rank), and before or after PEFT gives it adapters. Compiled
-    layers stay as they are: torch.compile generates its own kernels. Weights and their names stay.
+    rank), and before or after PEFT adds adapters. Compiled layers stay unchanged: torch.compile
+    generates its own kernels. Weights and their names stay.
 
     Args:
         model: a causal LM of Transformers.
-        device: where the model will train; by default, where it is.
+        device: the device on which the model will train; default: its current one.
     """
     fused, device = FusedLayers(), device or next(model.parameters()).device
     if not can_run(torch.empty(0, device=device)):
@@ -52,7 +52,7 @@ def fuse_layers(model: nn.Module, device: torch.device | None = None) -> FusedLa
     if fused.names:
         log.info("fused kernels: %s", ", ".join(fused.names))
     else:
-        log.warning("no fused kernels fit %s: it trains with its own", type(model).__name__)
+        log.warning("no fused kernels fit %s: it trains with stock layers", type(model).__name__)
     return fused
 
 
@@ -71,7 +71,7 @@ def _fuse_parts(model: nn.Module, fused: FusedLayers, device: torch.device) -> N
 
 
 def _fused_names(model: nn.Module) -> Iterator[str]:
-    """Yield what an earlier call has fused."""
+    """Yield the modules that an earlier call has fused."""
     for module in model.modules():
         for forward in fused_forwards(type(module)):
             part = next((part for part in PARTS if part.forward is forward), None)

@@ -4,9 +4,9 @@ x ─┬─ gate ─ SiLU ─┐                     kept for the backward: x or
    └─ up ──────────×─ hidden ─ down      recomputed: hidden
 
 In a checkpointed layer, which is recomputed in the backward, only x is kept, and gate and up are
-computed chunk by chunk, so that [T, intermediate] never exists. What the backward needs is saved by
-an operation of its own before the MLP runs: the recomputation of the layer stops there, and does
-not run the MLP at all.
+computed chunk by chunk, so that [T, intermediate] never exists. A separate operation before the MLP
+saves the tensors of the backward: the recomputation of the layer stops there, and does not run the
+MLP at all.
 
 x ─▶ anchor: saves x ─▶ MLP, saves nothing ─▶ out
 d_x ◀─ anchor: the whole backward ◀─ d_out ◀─ d_out

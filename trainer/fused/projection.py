@@ -177,7 +177,7 @@ def _joint_a(projections: Sequence[Projection]) -> Tensor | None:
 
 
 def _columns(projections: Sequence[Projection]) -> list[slice]:
-    """Return where each projection's product with A lies.
+    """Return the columns of each projection's product with A.
 
     >>> a = torch.ones(4, 2)
     >>> _columns([Projection(a, lora_a=a), Projection(a), Projection(a, lora_a=a)])

@@ -1,6 +1,6 @@
-"""Run an attention's forward with projections of our own.
+"""Run an attention's forward with other forwards of its projections.
 
-The forward is called on a view: a shallow copy of the module some of whose linear layers have other
+The forward is called on a view: a shallow copy of the module in which some linear layers have other
 forwards. The module itself is not changed, so threads may run it at the same time.
 """
 

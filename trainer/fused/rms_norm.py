@@ -1,6 +1,6 @@
 """Differentiable RMSNorm, with the residual add before it.
 
-x ──────┬─▶ residual ────────▶     the residual add costs no pass over memory of its own,
+x ──────┬─▶ residual ────────▶     the residual add needs no separate pass over memory,
 delta ──+      └─▶ norm ─▶ out     neither in the forward nor in the backward
 
 Under autocast the residual stays in the dtype of x, and `out` is rounded to that of the products

@@ -1,4 +1,4 @@
-"""What the backward of products keeps: their input by what it was computed from, and the rest.
+"""The tensors kept for the backward of products; their input is kept by its source.
 
 residual ─▶ norm ─▶ rows ─▶ product        the norm's backward keeps the residual anyway, so the
    └─────▶ norm ─▶ rows, again             product's backward normalizes it again: a third of the
@@ -19,7 +19,7 @@ from .projection import TENSORS_PER_PROJECTION, Projection, flatten, unflatten
 Tensors = Sequence[Tensor | None]
 
 SOURCE = "_nopad_normed_rows"
-"""Attribute of a normalized tensor: what it was computed from, and the versions of both then."""
+"""Attribute of a normalized tensor: its source, and the versions of both at that time."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class NormedRows:
 
 
 def note_source(x: Tensor, source: NormedRows) -> None:
-    """Remember what a normalized tensor was computed from, if there will be a backward."""
+    """Record the source of a normalized tensor, if there will be a backward."""
     if x.requires_grad:
         setattr(x, SOURCE, (source, _versions(x, source)))
 
@@ -96,7 +96,7 @@ def save_products(
 
 
 def saved_products(ctx: Any) -> tuple[Tensor | None, list[Projection], tuple[Tensor | None, ...]]:
-    """Return the rows, the projections in the dtype of the products, and what else was kept."""
+    """Return the rows, the projections in the dtype of the products, and the other tensors kept."""
     rows, gain, *tensors = ctx.saved_tensors
     if rows is not None and ctx.source is not None:
         rows = NormedRows(rows, gain, *ctx.source).rows()

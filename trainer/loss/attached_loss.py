@@ -6,7 +6,7 @@
 passed, the LM head returns its input, and the loss is computed from the hidden states, so that
 logits [T, vocabulary] are never materialized; without labels the model behaves as before. Models
 with a special head or special logits still compute logits, and only their loss is replaced.
-auxiliary_loss.py says what mixtures of experts add.
+auxiliary_loss.py adds the auxiliary loss of mixtures of experts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AttachedLoss:
         self.token_losses: Tensor | None = None
         """The loss of each label of the last batch [B, T], at the label's position, detached."""
         self.aux_loss: Tensor | None = None
-        """What the last batch adds to the auxiliary loss of its step, detached; None: nothing.
+        """The part of the last batch in the auxiliary loss of its step, detached; None without one.
 
         The auxiliary loss of a step is the mean over its batches and ranks; if the trainer does not
         divide by the accumulation steps, it is their sum.
@@ -140,7 +140,7 @@ class AttachedLoss:
 
         Args:
             targets: labels shifted by one token.
-            items: what the sum of token losses is divided by; None: the number of labels.
+            items: the divisor of the sum of token losses; default: the number of labels.
             weights: a weight for each token's loss, or None.
             args: positional arguments of the forward.
             kwargs: keyword arguments of the forward.
@@ -257,7 +257,7 @@ def attach_loss(
         z_loss: weight of the squared log-normalizer in the loss.
         sequence_group: process group whose ranks share the tokens of a row (sequence parallelism):
             pass the same batch on each of them. The loss is that of the whole row; gradients are
-            averaged over these ranks too, as DDP and FSDP over all ranks do.
+            averaged over these ranks too, as DDP and FSDP do over all ranks.
     """
     model = unwrap_peft(model)
     before = getattr(model, "nopad_loss", None)
@@ -281,7 +281,7 @@ def attach_trainer_loss(model: Any, options: dict[str, float], sequence_group: A
     agreed = options, dict.fromkeys(options, 0.0)
     if before is not None and not before.is_trainers and before.options not in agreed:
         raise ValueError(
-            f"the model's loss was attached with {_named(before.options)}, and the trainer has "
+            f"the model's loss was attached with {_named(before.options)}, but the trainer has "
             f"{_named(options)}: pass the same to the trainer, or call model.nopad_loss.detach() "
             "first"
         )
@@ -339,7 +339,7 @@ def _loss_forward(stock: Callable, is_unprepared: bool = False) -> Callable:
 
 
 def _refuse_rounded(**values: Any) -> None:
-    """Refuse counts and weights that FSDP has rounded on their way."""
+    """Refuse counts and weights that FSDP has rounded."""
     for name, value in values.items():
         if torch.is_tensor(value) and value.dtype in (torch.bfloat16, torch.float16):
             raise ValueError(
@@ -400,7 +400,7 @@ def count_labels(targets: Tensor) -> HostCopy | None:
 
 @contextmanager
 def _unsharded_head(head: Any) -> Iterator[None]:
-    """Gather a head that is an FSDP2 unit of its own: the bypassed call has resharded it.
+    """Gather a head that is a separate FSDP2 unit: the bypassed call has resharded it.
 
     FSDP then reduces the gradient over the ranks, and reshards the head after the backward.
     """

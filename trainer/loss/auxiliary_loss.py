@@ -3,14 +3,14 @@
     loss of a step  =  Σ over its batches of  (labels of the batch / labels of the step)
                          · (mean of its token losses + coefficient · its auxiliary loss)
 
-The auxiliary loss of a step is the mean over its label tokens: that of a batch weighs as much as
-the batch's cross-entropy. So the loss of a step is the token mean of what the model returns for
-each of its batches alone, however they are spread over accumulation and ranks. The weight needs
-nothing but `num_items_in_batch`, whose scale every front end chooses for the cross-entropy already,
-and an empty batch has none.
+The auxiliary loss of a step is the mean over its label tokens: the auxiliary loss of a batch weighs
+as much as its cross-entropy. The loss of a step is therefore the token mean of the losses that the
+model returns for each batch alone, independent of accumulation and ranks. The weight depends only
+on `num_items_in_batch`, which every front end already scales for the cross-entropy, and an empty
+batch has weight 0.
 
-The auxiliary loss of a batch is the model's own function of its router logits: over all tokens of
-documents that have a label, hence not over padding, and over the whole row if ranks share it.
+The auxiliary loss of a batch is the model's own function of its router logits, over all tokens of
+documents that have a label, hence not over padding. If ranks share a row, it is over the whole row.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class AuxiliaryLoss:
         if batch.cross_entropy is None:
             raise ValueError(
                 f"{type(self._model).__name__} does not call self.loss_function, so its auxiliary "
-                "loss would be left out: train with output_router_logits=False"
+                "loss would be omitted: train with output_router_logits=False"
             )
         assert batch.mask is None or batch.is_mask_taken, "the layers have seen the mask"
         share = batch.weight.to(batch.cross_entropy.dtype) / batch.divisor
@@ -145,7 +145,8 @@ def sum_weights(targets: Tensor, weights: Tensor | None) -> Tensor:
 def _refuse_reentrance(model: nn.Module) -> None:
     """Refuse reentrant checkpoints, whose forward runs without gradients: router logits have none.
 
-    The cross-entropy has its gradient by the layer's output, the auxiliary loss would have none.
+    The cross-entropy gets its gradient through the layer's output; the auxiliary loss would have
+    none.
     """
     for layer in model.modules():
         if layer.training and getattr(layer, "gradient_checkpointing", False):

@@ -26,7 +26,7 @@ CHUNK_BYTES = 1 << 31
 CHUNK_BYTES_CPU = 1 << 24
 """Largest chunk of logits on a CPU, where it should fit the caches."""
 SELECT_BELOW = 31 / 32
-"""Rows with a label are selected if they are fewer than this fraction; above, it does not pay."""
+"""Rows with a label are selected if they are fewer than this fraction; above it, all are used."""
 
 
 def linear_cross_entropy(
@@ -54,8 +54,8 @@ def linear_cross_entropy(
         token_weights: [T], a weight for each token's loss; default: 1.
         label_smoothing: fraction of each label that is spread over the vocabulary.
         z_loss: weight of the squared log-normalizer, added for every label.
-        divisor: what the sum is divided by.
-        num_labels: the labels in `targets`; without it they are counted, with a host sync.
+        divisor: divides the sum.
+        num_labels: number of labels in `targets`; without it they are counted, with a host sync.
 
     >>> hidden, weight = torch.eye(2), torch.zeros(4, 2)
     >>> total, losses = linear_cross_entropy(hidden, weight, torch.tensor([3, IGNORE_INDEX]))
@@ -108,7 +108,7 @@ def _losses(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return total, token losses, and the gradients of hidden, master and bias (or empty).
 
-    master: the weight as it is stored; `weight` is it in the dtype of the products.
+    master: the weight as it is stored; `weight` has the dtype of the products.
     """
     rows = _label_rows(targets, num_labels)
     logits_buffer = hidden.new_empty(_max_chunk_rows(hidden, weight), len(weight))

@@ -1,9 +1,9 @@
 """The LM head that returns its input, so that the loss is computed from the hidden states.
 
-    hidden ─▶ head: returns hidden ─▶ what the model does to its logits ─▶ product and loss
+    hidden ─▶ head: returns hidden ─▶ the model's changes of its logits ─▶ product and loss
 
-A head is bypassed only while logits are nothing but its product: an `nn.Linear` with the forward of
-its class, without hooks. Hooks and patches may come and go, so this is looked at in every forward.
+A head is bypassed only if logits are just its product: an `nn.Linear` with the forward of its
+class, without hooks. Hooks and patches may be added and removed, so every forward checks this.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HeadBypass:
     def forward(self, hidden: Tensor) -> Tensor:
         if not self.active:
             return self._original(hidden)
-        # Models that scale their logits scale the bias too: the last column tells by how much.
+        # Models that scale their logits scale the bias too: the last column shows by how much.
         return hidden if self.head.bias is None else nn.functional.pad(hidden, (0, 1), value=1.0)
 
     def remove(self) -> None:
@@ -85,7 +85,7 @@ def bypass_of(head: Any) -> HeadBypass | None:
 
 
 class NoLogits:
-    """Placeholder for logits that were not computed: using it raises how to get them."""
+    """Placeholder for logits that were not computed: using it raises, with how to get them."""
 
     def _raise(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(

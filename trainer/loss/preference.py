@@ -20,7 +20,7 @@ from ...runtime import unwrap_model
 def preference_log_probs(model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities of the chosen and of the rejected answers, [pairs] each.
 
-    They have gradients, and logits are computed for the tokens of answers alone.
+    They have gradients, and logits are computed only for the tokens of answers.
 
         chosen, rejected = preference_log_probs(model, batch)
         with torch.no_grad():
@@ -29,9 +29,9 @@ def preference_log_probs(model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, 
         loss = -torch.nn.functional.logsigmoid(0.1 * margins).mean()
 
     Args:
-        model: a causal LM, with adapters or without, that keeps documents apart: best with
+        model: a causal LM, with adapters or without, that isolates documents, preferably with
             `attn_implementation="nopad"`.
-        batch: of `PreferenceCollator`, on the model's device.
+        batch: a batch of `PreferenceCollator`, on the model's device.
     """
     not_inputs = ("labels", "loss_weights", "is_chosen")
     inputs = {name: x for name, x in batch.items() if name not in not_inputs}

@@ -1,11 +1,11 @@
-"""A row spread over the ranks of a sequence-parallel group: what each rank computes of it.
+"""A row spread over the ranks of a sequence-parallel group: the part that each rank computes.
 
     labels of the whole row ─▶ shifted ─┐
     ids, positions, weights ────────────┼─▶ padded to a multiple of the ranks ─▶ this rank's tokens
     cu_seq_lens ─▶ Varlen of the whole row, with the group ─▶ attention
 
 Labels are shifted before the row is cut, so the last token of a shard is trained on the first label
-of the next. Padding is a document of its own, without labels.
+of the next. Padding is a separate document without labels.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def check_shardable(model: Any) -> None:
     attention = model.config.get_text_config()._attn_implementation
     if attention != ATTN_IMPLEMENTATION:
         raise ValueError(
-            f"sequence parallelism works through attn_implementation={ATTN_IMPLEMENTATION!r}, and "
-            f"the model has {attention!r}: call model.set_attn_implementation"
+            f"sequence parallelism needs attn_implementation={ATTN_IMPLEMENTATION!r}, but the "
+            f"model has {attention!r}: call model.set_attn_implementation"
             f"({ATTN_IMPLEMENTATION!r})"
         )
     check_supported(model)

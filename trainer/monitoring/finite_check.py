@@ -22,10 +22,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Types that can be summed; quantized weights are frozen."""
 DIVERGED = "lower the learning rate or lengthen the warmup"
 OWN_LOSS = (
-    "divide the sum of your own token losses by batch['num_items_in_batch'], which is exact; their "
-    "mean is a mean of means over packs, and nan in a pack without labels"
+    "divide the sum of your token losses by batch['num_items_in_batch'], which is exact; their "
+    "mean would be a mean of means over packs, and nan in a pack without labels"
 )
-"""What to do about a loss that is not the model's."""
+"""Advice for a loss that is not the model's."""
 
 
 class NonFiniteError(FloatingPointError):
@@ -36,13 +36,13 @@ class FiniteCheck:
     """Raise on all ranks after a step whose loss is not finite on any of them."""
 
     def __init__(self, continue_on_nan: bool = False):
-        """continue_on_nan: train on; weights that are not finite are still never saved."""
+        """continue_on_nan: continue training; weights that are not finite are still never saved."""
         self.continue_on_nan = continue_on_nan
         self.advice = DIVERGED
-        """What to do about a loss that is not finite."""
+        """Advice for a loss that is not finite."""
         self._losses: list[Tensor] = []
         self._pending: tuple[str, HostCopy] | None = None
-        """The place of the last step whose loss was not read yet, and that loss."""
+        """The name of the last step whose loss was not read yet, and that loss."""
 
     def add(self, loss: Tensor) -> None:
         """Add the loss of a micro-batch, or the losses of its tokens."""

@@ -1,4 +1,4 @@
-"""FLOPs of a training step, and what the device computes: its peak, and whether it has bf16.
+"""FLOPs of a training step, the device's peak, and whether it supports bf16.
 
     matrices   6 FLOPs per weight and token (2 forward, 4 backward)
     attention  12 FLOPs per query head, head dimension and (query, key) pair of one sequence
@@ -99,8 +99,8 @@ def peak_flops(device: torch.device) -> float | None:
 def describe_slow_bf16(model: nn.Module) -> list[str]:
     """Return a line for the banner if the model trains in bf16 on a CPU without bf16 support.
 
-    It is right there, but many times slower than fp32, and TRL's SFTConfig turns it on by default.
-    Call it under the training's autocast.
+    The results are right, but bf16 is many times slower than fp32 there, and TRL's SFTConfig turns
+    it on by default. Call this under the training's autocast.
     """
     parameter = next(model.parameters())
     if parameter.device.type != "cpu" or not _computes_in_bf16(parameter) or cpu_supports_bf16():

@@ -1,11 +1,11 @@
 """Does packing change what a model computes? Rows of random samples, packed and one by one.
 
     leak         no gradient of a sample's logits reaches another sample: exactly none
-    difference   the logits of a packed sample are those of the sample alone, but for rounding
+    difference   the logits of a packed sample are those of the sample alone, except for rounding
 
-Rows are run as in training: with gradients, in training mode, by the attention kernels and layers
-that train, compiled layers included. The rows exceed every length that the model names and the
-budget exceeds (`check_rows`).
+Rows are run as in training: with gradients, in training mode, with the attention kernels and layers
+of the training, including compiled layers. There are rows beyond every length that the model names,
+if the budget exceeds it (`check_rows`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NOISE_FACTOR = 4
 _DRAWS = 8
 """Rows of random samples that must all show a difference."""
 _FIRST_TOKENS, _MIN_FOR_MEDIAN = 4, 8
-"""Tokens at the start of a sample; tokens that a sample needs for a median of its own."""
+"""Tokens at the start of a sample; tokens that a sample needs for a separate median."""
 
 
 def measure_leak(
@@ -76,8 +76,8 @@ def measure_difference(
 ) -> float:
     """Return how far packed samples are from the samples alone; rounding counts as 0.0.
 
-    What rounding does to this model is measured, too. Rounding may send a token to other experts,
-    which moves it far, but hardly in every row of random samples that is drawn.
+    The effect of rounding on this model is measured too. Rounding may send a token to other
+    experts, which changes it a lot, but hardly in every row of random samples.
     """
     collator, excess = collator or PackedCollator(), 0.0
     batch = _batch(model, collator, _samples(model, lengths), budget)
@@ -111,8 +111,8 @@ def _differences(
 def _beyond_noise(differences: list[Tensor], noises: list[Tensor]) -> float:
     """Return the largest difference, or median of differences, beyond that of noise; 0.0 if none.
 
-    Some tokens that differ show by the largest difference, and many also beside noise that is large
-    for a few tokens.
+    A few tokens that differ show in the largest difference; many tokens also show if noise is large
+    for a few.
     """
     pairs = [
         (_largest(by_sample), _largest_median(by_sample)) for by_sample in (differences, noises)
@@ -220,6 +220,6 @@ def _logits(model: Any, batch: dict[str, Any], lengths: list[int], mask: bool) -
     places, counts = probe_positions(lengths)
     with torch.enable_grad():  # kernels are chosen by whether there will be a backward
         logits = logits_at(model, batch, places, mask).detach()
-    # Of a vocabulary that is masked in part: -inf differs from itself by NaN.
+    # For a vocabulary that is masked in part: -inf differs from itself by NaN.
     is_masked = logits <= torch.finfo(logits.dtype).min
     return list(logits.float().masked_fill(is_masked, 0.0).split(counts))

@@ -87,9 +87,9 @@ def print_resumed(checkpoint: Any, data: PackedDataset) -> None:
 
 
 def describe_speedups(loss: Any, fused: Any) -> str:
-    """Return the banner's line on what is faster than the stock model.
+    """Return the banner's line about what is faster than in the stock model.
 
-    loss, fused: the results of `attach_loss` and `fuse_layers`; None where they were not called.
+    loss, fused: the results of `attach_loss` and `fuse_layers`; None if they were not called.
     """
     without_logits = loss is not None and loss.fused
     kernels = ", ".join(fused.names) if fused is not None else ""
@@ -121,7 +121,7 @@ def _find_fault(
     budget: int,
     mask: bool = False,
 ) -> str:
-    """Return what packing does to this model, in words; "" if nothing."""
+    """Describe what packing changes for this model; "" if nothing."""
     leaks = [measure_leak(model, collator, mask, row, budget) for row in rows[0]]
     leak = nan_max(gather_objects(nan_max(leaks)))  # ranks leave together, or some would wait
     if math.isnan(leak):
@@ -136,7 +136,7 @@ def _find_fault(
         if difference:
             where = f" in rows of more than {length} tokens" if length else ""
             return (
-                f"computes packed samples otherwise than alone{where} (logits differ by "
+                f"computes packed samples differently than alone{where} (logits differ by "
                 f"{difference:.2g})"
             )
     return ""
@@ -150,31 +150,31 @@ def _check_shards(model: Any, collator: Any, lengths: list[int]) -> None:
     difference = nan_max(gather_objects(measure_shard_difference(model, collator, lengths)))
     if difference:
         raise ValueError(
-            f"{model.config.model_type} has other losses when a row is spread over {shards.ranks} "
-            f"ranks (by {difference:.2g}): train without sequence parallelism; check=False skips "
-            "this check"
+            f"the losses of {model.config.model_type} change by {difference:.2g} when a row is "
+            f"spread over {shards.ranks} ranks: train without sequence parallelism; check=False "
+            "skips this check"
         )
 
 
 def _try_mask_repair(model: Any, check: Callable[..., str], fault: str) -> str:
-    """Have the attached loss pass document ids to the stock masks, if that makes packing right."""
+    """Make the attached loss pass document ids to the stock masks, if that makes packing right."""
     config = model.config.get_text_config()
     attention = getattr(config, "_attn_implementation", "eager")
-    way_out = _other_attention(model, attention)
+    advice = _other_attention(model, attention)
     can_mask = attention != "nopad" and install_mask_patch()
     if can_mask and not check(mask=True):
         if hasattr(model, "nopad_loss"):
             model.nopad_loss.mask_documents = True
             return _MASK
-        way_out = "call nopad.trainer.loss.attach_loss(model) first, which repairs its masks, or "
+        advice = "call nopad.trainer.loss.attach_loss(model) first, which repairs its masks, or "
     raise ValueError(
-        f"{config.model_type} with attn_implementation={attention!r} {fault}: {way_out}train "
+        f"{config.model_type} with attn_implementation={attention!r} {fault}: {advice}train "
         "without packing; check=False skips this check"
     )
 
 
 def _other_attention(model: Any, attention: str) -> str:
-    """Advise `nopad` where it would do better."""
+    """Advise `nopad` if it would be right."""
     if attention == "nopad" or unsupported_reason(model) is not None:
         return ""
     limit = sequence_limit(model.config.get_text_config())
@@ -263,7 +263,7 @@ def _times(laps: float) -> str:
 
 
 def check_first_batches(loader: PackedLoader, *models: Any) -> None:
-    """Have a loader refuse batches that do not fit the models before they are trained on."""
+    """Make a loader refuse batches that do not fit the models before they are trained on."""
     loader.limits = ModelLimits.of(*models)
     loader.first_step_check = partial(check_batches, vocab_size=loader.limits.vocab_size)
 
@@ -276,6 +276,6 @@ def check_batches(batches: list[dict], vocab_size: int) -> None:
         ModelLimits(vocab_size).check_ids(batch)
     if not sum_over_ranks(label_tokens):
         raise ValueError(
-            "no label of the first step counts for the loss: check the loss mask "
-            "(a chat template without marked answers leaves nothing to learn)"
+            "no label of the first step counts for the loss: check the labels "
+            "(a chat template without marked answers leaves none)"
         )

@@ -1,7 +1,7 @@
 """The end of a stream's pass, after which the trainers stop, and trainings that end before it.
 
-Trainers need `max_steps` for data of unknown length, so it is an upper bound there: the epochs or
-`max_packs` that a stream was declared with end the training before.
+Trainers need `max_steps` for data of unknown length, where it is an upper bound: the `epochs` or
+`max_packs` of the stream may end the training earlier.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def print_stream_end(step: int, max_steps: int) -> None:
 def print_unread_stream(data: PackedDataset, state: dict[str, Any], max_steps: int) -> None:
     """Print, on the first rank, that `max_steps` ended the training before the pass of a stream.
 
-    Nothing is printed of data that is read again and again, or whose packs were counted before.
+    Nothing is printed for data that repeats without end, or whose packs were counted before.
     """
     is_endless = data.epochs is None and data.max_packs is None
     if data.lengths is not None or is_endless or state["finished"]:
@@ -36,5 +36,5 @@ def print_unread_stream(data: PackedDataset, state: dict[str, Any], max_steps: i
     packs = f" after {data.report()['packs']:,} packs" if data.ranks()[1] == 1 else ""
     print_banner([
         f"the stream was not read to its end: max_steps={max_steps} ended the training{packs}; "
-        "to read all of it, give a larger max_steps"
+        "to read all of it, pass a larger max_steps"
     ])  # fmt: skip

@@ -57,7 +57,7 @@ class ThroughputMeter:
         """Configure what is measured.
 
         Args:
-            ranks: processes that train on packs of their own; rates are multiplied by it.
+            ranks: number of data-parallel ranks; rates are multiplied by it.
             flops: the FLOPs of the model, for the MFU.
             peak: the peak FLOP/s of the devices that train one pack, for the MFU.
             wait_seconds: returns the seconds of waiting for data: `PackedLoader.wait_seconds`.

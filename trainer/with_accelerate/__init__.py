@@ -1,4 +1,4 @@
-"""Accelerate: packs and evaluation by generation in training loops of your own."""
+"""Accelerate: packs and evaluation by generation in your own training loop."""
 
 from .checkpoint import load_checkpoint, save_checkpoint
 from .evaluation import AccelerateEval

@@ -1,4 +1,4 @@
-"""Checkpoints of an Accelerate loop that are complete or not taken.
+"""Checkpoints of an Accelerate loop; incomplete ones are never loaded.
 
     save_checkpoint(accelerator, "out", step, model, tokenizer, keep=2)    # out/checkpoint-STEP
     step = load_checkpoint(accelerator, "out")                             # the newest intact one
@@ -31,14 +31,14 @@ def save_checkpoint(
     *,
     keep: int | None = None,
 ) -> None:
-    """Save the state of a run, which `from_pretrained` loads as a model too; call it on every rank.
+    """Save the state of a run, in a form that `from_pretrained` also loads; call it on every rank.
 
     Args:
         accelerator: the one that prepared the model.
-        folder: of the run; the checkpoint is `checkpoint-STEP` in it.
+        folder: folder of the run; the checkpoint is `checkpoint-STEP` in it.
         step: number of optimizer steps so far.
-        model: the prepared model, whose config is saved beside its weights.
-        tokenizer: saved beside them.
+        model: the prepared model; its config is saved with the weights.
+        tokenizer: a tokenizer to save with the model.
         keep: number of newest checkpoints to keep; default: all.
     """
     path = Path(folder) / f"{PREFIX}{step}"
@@ -60,7 +60,7 @@ def load_checkpoint(accelerator: Accelerator, folder: Path | str) -> int:
 
     Args:
         accelerator: the one that prepared model, optimizer and schedule.
-        folder: that of `save_checkpoint`.
+        folder: the folder passed to `save_checkpoint`.
     """
     path = latest_intact_checkpoint(Path(folder))
     accelerator.load_state(str(path))

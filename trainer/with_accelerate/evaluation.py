@@ -40,12 +40,12 @@ class AccelerateEval:
         meter: ThroughputMeter | None = None,
         console: bool = False,
     ):
-        """Evaluate a prepared model; the run's time, for shares of it, counts from here.
+        """Evaluate a prepared model; `max_time_share` counts the run's time from here.
 
         Args:
             accelerator: the one that prepared the model; metrics go to its trackers.
             model: the prepared model.
-            evaluations: one or several; each needs a name of its own if there are several.
+            evaluations: one or several; several need different names.
             meter: the loop's throughput meter, paused during evaluations.
             console: also print metrics and completions.
         """
@@ -66,7 +66,7 @@ class AccelerateEval:
         return [self._run(evaluation, step) for evaluation in due]
 
     def state_dict(self) -> dict:
-        """Return the best values; save them by `accelerator.register_for_checkpointing(...)`."""
+        """Return the best values; `accelerator.register_for_checkpointing(...)` saves them."""
         return eval_states(self.evaluations)
 
     def load_state_dict(self, state: dict) -> None:

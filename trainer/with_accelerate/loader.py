@@ -10,8 +10,8 @@
 
 Accelerate's own `prepare` would dispatch batches from rank 0 and slice `cu_seq_lens` over ranks;
 this loader is not a torch DataLoader, so `prepare` returns it unchanged. `save_state` and
-`load_state` save the data position in a file of our own, `nopad_data.json`; further loaders use
-`nopad_data_1.json` and so on, in the order of their creation.
+`load_state` keep the data position in `nopad_data.json`; further loaders use `nopad_data_1.json`
+and so on, in the order of their creation.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from ..train_mode import ensure_train_mode
 class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
     """The batches of this process, on its device, in step with Accelerate's gradient state.
 
-    After `load_state` it continues by itself: do not use `skip_first_batches`.
+    After `load_state` it continues at the saved position: do not use `skip_first_batches`.
     """
 
     _joined: Layout | None = None
     """The layout whose group of ranks that share rows was joined."""
     _sequence_group: Any = None
     _says_own_loss = True
-    """Whether to say, after the first batch, how a loss of one's own is exact."""
+    """Whether to explain, after the first batch, how to make a custom loss exact."""
 
     def __init__(
         self,
@@ -76,19 +76,19 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
     ):
         """Take device and accumulation steps from the accelerator.
 
-        The exact loss, which needs no logits, is attached to the prepared model (`attach_loss`; one
-        that is attached already stays). A model in eval mode is put into training mode.
+        The exact loss, which needs no logits, is attached to the prepared model (`attach_loss`),
+        unless one is attached already. A model in eval mode is put into training mode.
 
         Args:
-            accelerator: the one that prepares model and optimizer; nothing else of it changes.
+            accelerator: the one that prepares model and optimizer.
             dataset: a `PackedDataset`, or plain data (`datasets.Dataset`, `IterableDataset`, list,
-                path) of tokens or text: packed with samples of at most the longest sequence of the
-                models that are prepared already.
-            collator: a `PackedCollator` with options of your own; default: without options.
+                path) of tokens or text. Plain data is packed; samples are cut at the longest
+                sequence of the models prepared so far.
+            collator: a `PackedCollator` with your options; default: one without options.
             budget: tokens of a pack, for plain data.
-            tokenizer: for plain data of text.
-            seed: of the order of plain data; default 0.
-            fused: on a GPU, use fused kernels that compute what the model's own layers do.
+            tokenizer: tokenizer for plain data of text.
+            seed: determines the order of plain data; default 0.
+            fused: on a GPU, use fused kernels for layers that they reproduce.
             check: before the first step, refuse runs that would train the prepared model wrongly.
             continue_on_nan: continue after a loss that is not finite, instead of raising
                 `NonFiniteError`; `save_state` saves nothing while weights are not finite.
@@ -108,7 +108,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         self.gradient_state, self._sequence_parallel = GradientState(), sequence_parallel
         self.fuses_layers, self._needs_check = fused, check
         self.fused_layers: list[FusedLayers] = []
-        """What was fused in each prepared model."""
+        """The fused layers of each prepared model."""
         self._sped_up: dict[int, str] = {}
         """The line of the banner by id of a prepared model."""
         self.finite_check = FiniteCheck(continue_on_nan)
@@ -153,8 +153,8 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
     def validation(self, dataset: Any, limit: int | None = None) -> EvaluationLoader:
         """Return the batches of a validation set: the mean of their losses is its token mean.
 
-        The mean goes over batches and ranks, whatever the accumulation. Every iteration starts
-        from the beginning; nothing of it is saved by `save_state`.
+        The mean is over batches and ranks, independent of the accumulation. Every iteration starts
+        from the beginning; `save_state` does not save its position.
 
             model.eval()
             with torch.no_grad():
@@ -165,7 +165,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         Args:
             dataset: a `PackedDataset` with known lengths, or plain data, which is packed with the
                 settings of the training data.
-            limit: read at most this many packs per rank; the mean is then theirs.
+            limit: read at most this many packs per rank; the mean is over these packs.
         """
         return _ValidationLoader(self, pack_like(self.dataset, dataset), limit)
 
@@ -179,7 +179,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
             self._check(speedups)
 
     def _align(self, done: int) -> int:
-        """Have Accelerate sync the gradients with the last batch of a step, and only then.
+        """Make Accelerate sync the gradients with the last batch of a step, and only then.
 
         Another loader may have been iterated since the last batch, and `load_state` restores the
         count of a run that may have accumulated differently.
@@ -228,7 +228,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
             self._joined, self._sequence_group = self.layout, join_sequence_group(self.layout)
 
     def _start_training(self) -> None:
-        """Put models into training mode, once: afterwards their mode is the loop's own."""
+        """Put models into training mode, once: afterwards the loop decides on their mode."""
         if not torch.is_grad_enabled():  # a loop that validates, in eval mode
             return
         self._discard_left_step()
@@ -262,9 +262,9 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
                 print_banner([f"the loss is not that of model(**batch): {OWN_LOSS}"])
 
     def _guard_saves(self) -> None:
-        """Have `save_state` save no weights that are not finite, before it deletes older ones.
+        """Make `save_state` skip weights that are not finite, before it deletes older checkpoints.
 
-        A hook would be too late: Accelerate deletes for `total_limit` first.
+        A hook would be too late: for `total_limit`, Accelerate deletes first.
         """
         save = self.accelerator.save_state
 
@@ -362,12 +362,12 @@ def _check_accelerator(accelerator: Accelerator) -> None:
 
 
 def _refuse_context_parallel(accelerator: Accelerator) -> None:
-    """Have `maybe_context_parallel` raise where it would cut packs a second time."""
+    """Make `maybe_context_parallel` raise where it would cut packs a second time."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise ValueError(
-            "maybe_context_parallel would attend across the documents of a pack: omit it, the loss "
-            "spreads packs over the ranks of cp_size by itself"
+            "maybe_context_parallel would attend across the documents of a pack: omit it; nopad's "
+            "loss spreads packs over the ranks of cp_size"
         )
 
     if getattr(accelerator.parallelism_config, "cp_size", 1) > 1:

@@ -1,9 +1,9 @@
 """Arguments of the HF Trainer and of TRL that packs replace: set as packs require, or refused.
 
 A value that equals the library's default counts as unset. Every other value of an argument below
-must be what packs do anyway; otherwise it would have no effect, and it is refused with the way out.
-All other arguments are read by the stock trainer and keep their meaning. Plain data is packed as
-they say.
+must match what packs do; otherwise it would have no effect and is refused, with advice. All other
+arguments are read by the stock trainer and keep their meaning. Plain data is packed according to
+them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ TRAINING: dict[str, tuple[Accepts, str]] = {
         _never, "it saves in the middle of a step, whose packs would be lost; use StopCallback()",
     ),
 }  # fmt: skip
-"""Arguments of TrainingArguments: whether packs do what a value asks for, and the way out."""
+"""Arguments of TrainingArguments: whether packs do what a value asks for, and advice if not."""
 
 SFT: dict[str, tuple[Accepts, str]] = {
     "max_length": (
@@ -84,8 +84,8 @@ SFT: dict[str, tuple[Accepts, str]] = {
     "truncation_mode": (_never, "use PackedDataset(overflow=) for long samples"),
     "completion_only_loss": (
         lambda value, data: value is True and _all_rows(data, _is_completion),
-        "PackedDataset counts the completion of prompt/completion rows; for other choices "
-        "give rows with labels",
+        "PackedDataset trains on the completion of prompt/completion rows; for other choices "
+        "pass rows with labels",
     ),
     "assistant_only_loss": (
         lambda value, data: _all_rows(data, _is_chat),
@@ -110,13 +110,13 @@ SFT: dict[str, tuple[Accepts, str]] = {
         lambda value, data: (value or 1) == data.settings["pad_to_multiple_of"],
         "use PackedDataset(pad_to_multiple_of=)",
     ),
-    "eval_packing": (lambda value, data: bool(value), "evaluation sets are packed, too"),
+    "eval_packing": (lambda value, data: bool(value), "evaluation sets are packed too"),
     "loss_type": (
         lambda value, data: value == "chunked_nll",
         "packed training computes the exact mean of 'nll'",
     ),
 }  # fmt: skip
-"""Arguments of TRL's SFTConfig, likewise."""
+"""The same for arguments of TRL's SFTConfig."""
 
 TRAINER: dict[str, str] = {
     "formatting_func": "use PackedDataset(format=)",
@@ -129,7 +129,7 @@ ACCELERATOR: dict[str, tuple[Any, ...]] = {
     "even_batches": (True,),
     "non_blocking": (False,),
 }
-"""Keys of `accelerator_config` about the stock loader, and the values that packs agree with."""
+"""Keys of `accelerator_config` for the stock loader, and the values that packs accept."""
 
 HONOURED = ("eos_token", "chat_template_path", "max_length")
 """Arguments of SFTConfig that hold for plain data: TRL has changed the tokenizer before it is used,
@@ -171,7 +171,7 @@ def plain_settings(args: TrainingArguments, given: dict[str, Any], budget: Any) 
 def weight_auxiliary_loss(args: TrainingArguments, model: Any) -> None:
     """Have the model weigh its auxiliary loss by the `router_aux_loss_coef` of TRL's arguments.
 
-    TRL writes it to the config, for a loss of its own; a model has read its config long before.
+    TRL writes it to the config, for its own loss; the model has read its config before that.
     """
     coefficient = getattr(args, "router_aux_loss_coef", None)
     if coefficient is None:
@@ -189,8 +189,8 @@ def weight_auxiliary_loss(args: TrainingArguments, model: Any) -> None:
 def take_sequence_parallel(args: TrainingArguments, size: int) -> int:
     """Return the ranks that share a row; `sp_size` of the arguments becomes data parallelism.
 
-    It may also be that of `accelerate launch`. The trainer would hand `sp_size` to DeepSpeed. To
-    the trainer, the ranks of a group are data-parallel: gradients are averaged over them.
+    `accelerate launch` may set it too. The trainer would pass `sp_size` to DeepSpeed. For the
+    trainer, the ranks of a group are data-parallel: gradients are averaged over them.
     """
     config: Any = args.parallelism_config
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
@@ -222,29 +222,29 @@ def check_arguments(
     """Refuse arguments that would have no effect.
 
     given: the trainer's other keyword arguments.
-    honoured: arguments of which packs do what they ask for.
+    honoured: arguments that packs follow.
     """
     if args.n_gpu > 1:
         raise ValueError(
             f"one process with {args.n_gpu} GPUs would split packs (DataParallel): start one "
-            "process per GPU with accelerate launch or torchrun, or make one GPU visible only"
+            "process per GPU with accelerate launch or torchrun, or make only one GPU visible"
         )
     names = {field.name for field in dataclasses.fields(args)}
-    for name, (accepts, way_out) in {**TRAINING, **SFT}.items():
+    for name, (accepts, advice) in {**TRAINING, **SFT}.items():
         if name not in names or name in honoured:
             continue
         value = getattr(args, name)
         if value != _default_of(args, name) and not accepts(value, data):
-            raise _refusal(name, value, way_out)
+            raise _refusal(name, value, advice)
     config: Any = args.accelerator_config
     for name, values in ACCELERATOR.items():
         if getattr(config, name, values[0]) not in values:
             raise _refusal(
                 f"accelerator_config {name}", getattr(config, name), "each rank reads its own packs"
             )
-    for name, way_out in TRAINER.items():
+    for name, advice in TRAINER.items():
         if given.get(name) is not None:
-            raise _refusal(name, "…", way_out)
+            raise _refusal(name, "…", advice)
 
 
 def _default_of(args: TrainingArguments, name: str) -> Any:
@@ -252,9 +252,9 @@ def _default_of(args: TrainingArguments, name: str) -> Any:
     return {field.name: field.default for field in dataclasses.fields(args)}.get(name)
 
 
-def _refusal(name: str, value: Any, way_out: str) -> ValueError:
+def _refusal(name: str, value: Any, advice: str) -> ValueError:
     value = value if value == "…" else repr(value)
-    return ValueError(f"{name}={value} does not apply to packs: {way_out}; omit it")
+    return ValueError(f"{name}={value} does not apply to packs: {advice}; omit it")
 
 
 def _keeps_length(max_length: int | None, data: PackedDataset) -> bool:
@@ -269,7 +269,7 @@ def _keeps_length(max_length: int | None, data: PackedDataset) -> bool:
 
 
 def _all_rows(data: PackedDataset, has_form: Callable[[Mapping], bool]) -> bool:
-    """Return whether the first row of every source has a form, as TRL looks at the first alone."""
+    """Return whether the first row of every source has a form; TRL checks only the first too."""
     rows = data.first_rows()
     return bool(rows) and all(isinstance(row, Mapping) and has_form(row) for row in rows)
 

@@ -3,18 +3,18 @@
     packs of the epochs ─ packs trained ─▶ packs left ─▶ rounds of all ranks ─▶ steps left
     last step = step of the checkpoint + steps left
 
-A resumed run may have other ranks or another accumulation than before, so the steps that it took
-say nothing about the packs that are left.
+A resumed run may have a different number of ranks or accumulation steps, so the packs that are left
+cannot be computed from the steps taken.
 
     pass        ├── epoch 0 ──┼── epoch 1 ──┼── epoch 2 ──┤
     stock loop  on_epoch_begin                    on_epoch_end
     here        on_epoch_end, evaluate, save, log, on_epoch_begin after the steps between
 
-The stock loop takes a pass for one epoch, so `EpochCallback` notices the ends of epochs. A step may
+The stock loop treats a pass as one epoch, so `EpochCallback` detects the ends of epochs. A step may
 train the last packs of an epoch and the first of the next: the epoch ends after it. A callback that
-ends an epoch (`control.should_epoch_stop`) skips the packs that are left of it. A stream's epochs
-are not known: `state.epoch` is the fraction of `max_steps` there. The training ends with the pass
-of a stream, also before `max_steps`, which the Trainer needs for such data.
+ends an epoch (`control.should_epoch_stop`) skips its remaining packs. The epochs of a stream are
+not known, so `state.epoch` is the fraction of `max_steps`. The training ends with the pass of a
+stream, even before `max_steps`, which the Trainer requires for such data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..monitoring.stream_end import is_stream_end, print_stream_end, print_unrea
 
 
 def set_epochs(args: TrainingArguments, data: PackedDataset) -> int:
-    """Let the data have `num_train_epochs` epochs, rewind it, and return the steps of all."""
+    """Set the data's epochs to `num_train_epochs`, rewind it, and count the steps."""
     if not 0 < args.num_train_epochs < math.inf:
         raise ValueError(
             f"num_train_epochs={args.num_train_epochs}: it must be finite and above 0; or pass "
@@ -168,7 +168,7 @@ class EpochCallback(TrainerCallback):
             state.max_steps = state.global_step
 
     def ends_within_pass(self) -> bool:
-        """Return, once, whether the last step ended an epoch and the stock loop goes on."""
+        """Return, once, whether the last step ended an epoch and the stock loop continues."""
         before, self._ended = self._ended, math.floor(self._epochs_done() or 0)
         state, control = self._trainer.state, self._trainer.control
         is_stopping = control.should_training_stop or control.should_epoch_stop
@@ -187,6 +187,6 @@ class EpochCallback(TrainerCallback):
         return math.floor(done) != self._ended
 
     def _epochs_done(self) -> float | None:
-        """Return the epochs of the data that were trained; None for a stream, of unknown length."""
+        """Return how many epochs of the data were trained; None for a stream of unknown length."""
         loader = self._trainer._loader
         return None if loader is None else loader.epochs_done()

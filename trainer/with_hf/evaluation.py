@@ -4,11 +4,11 @@
     evaluation = GenerationEval(engine.generate, examples, {"exact": exact_match}, every=500)
     trainer.add_callback(EvalCallback(trainer, evaluation))
 
-Metrics are logged as `eval_…`, which the loggers show under `eval/…`. With `every=None` they join
-the trainer's own evaluations, so that `metric_for_best_model="exact"` and `load_best_model_at_end`
-work as usual, and they also run after the last step; with `every=N` a new best value requests a
-checkpoint, unless saving is off. A metric without a value, because its evaluation failed, was
-skipped or runs at other steps, is NaN where the trainer looks for its best, and never is the best.
+Metrics are logged as `eval_…`, which the loggers show under `eval/…`. With `every=None`, an
+evaluation runs as part of the trainer's own and after the last step, so that
+`metric_for_best_model="exact"` and `load_best_model_at_end` work as usual. With `every=N`, a new
+best value requests a checkpoint, unless saving is off. If a metric has no value, because its
+evaluation failed, was skipped or runs at other steps, the trainer sees NaN, never the best value.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class EvalCallback(TrainerCallback):
 
         Args:
             trainer: the trainer that this callback is added to.
-            evaluations: one or several; each needs a name of its own if there are several.
-            console: also print completions, and metrics where the trainer does not.
+            evaluations: one or several; several need different names.
+            console: also print completions, and metrics if the trainer does not.
         """
         self.trainer = trainer
         self.evaluations = check_unique_names(evaluations)
@@ -176,7 +176,7 @@ def _best_metric_name(args: Any) -> str | None:
 def metrics_kept(trainer: Trainer, mode: str) -> Iterator[None]:
     """Keep TRL's metrics of "train" or "eval" for their own log line; nothing in other trainers.
 
-    TRL adds those of a mode to whatever is logged next while the model is in it.
+    TRL adds the metrics of a mode to the next line logged while the model is in that mode.
     """
     metrics = trl_log(trainer)
     if metrics is None:
@@ -196,15 +196,15 @@ def trl_log(trainer: Trainer) -> dict[str, dict[str, list[float]]] | None:
 
 
 class TrainerEvaluationLoader(EvaluationLoader):
-    """The packs of an evaluation set, whatever the set is.
+    """The packs of an evaluation set of any kind.
 
-    The stock loader would give batches without labels, and so no loss, for a set of token ids only,
-    and would pad the others. Like the accelerator's own loaders, this one tells it which batch is
-    the last one: with `batch_eval_metrics` the trainer computes its metrics then.
+    For a set of token ids, the stock loader would yield batches without labels, hence without a
+    loss; other sets it would pad. Like the accelerator's own loaders, this one informs the
+    accelerator of the last batch, at which the trainer computes metrics (`batch_eval_metrics`).
     """
 
     gradient_state: Any = None
-    """The accelerator's, which knows the loaders that are being read."""
+    """The accelerator's state, which knows the loaders that are being read."""
     end_of_dataloader = False
     remainder = -1
     """Accelerate drops no rows at the end."""

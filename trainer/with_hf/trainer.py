@@ -85,30 +85,30 @@ class PackedTrainerMixin(_Base):
 
     `self.args` is a copy of your arguments: yours are not changed.
 
-    With `max_steps` the data continues at its current position; a `PackedDataset` of a stream may
-    end the training before, with its `epochs`. With `num_train_epochs` the data starts at the
-    beginning, and its `epochs` are set to that number. A second `train()` starts at step 0, as the
-    stock one does, and with new data: with `max_steps` it continues after the last trained pack,
-    with `num_train_epochs` it trains the next epochs.
+    With `max_steps`, the data continues at its current position; if a streamed `PackedDataset` ends
+    earlier, because of its `epochs`, the training ends with it. With `num_train_epochs`, the data
+    starts at the beginning, and its `epochs` are set to that number. A second `train()` starts at
+    step 0, like the stock one, but with new data: with `max_steps` it continues after the last
+    trained pack, with `num_train_epochs` it trains the next epochs.
 
-    An evaluation set that is not a `PackedDataset` is packed with the settings of the training
-    data; its text is tokenized with `processing_class`. Without one, `eval_strategy` runs the
-    evaluations by generation that have `every=None`.
+    If the evaluation set is not a `PackedDataset`, it is packed with the settings of the training
+    data, and its text is tokenized with `processing_class`. Without an evaluation set,
+    `eval_strategy` runs the evaluations by generation that have `every=None`.
 
     Args:
         model: as in the HF Trainer: a causal LM, or a path to one.
         args: `TrainingArguments`, or the trainer's own, such as TRL's `SFTConfig`. Options that
             packs would ignore are refused.
-        data_collator: a `PackedCollator` with options of your own; default: without options.
+        data_collator: a `PackedCollator` with your options; default: one without options.
         train_dataset: a `PackedDataset`, or plain data (`datasets.Dataset`, `IterableDataset`,
-            list, path) of tokens, or of text for `processing_class`: packed with the arguments'
-            `seed`, with samples of at most the model's longest sequence.
+            list, path) of tokens, or of text for `processing_class`. Plain data is packed with the
+            `seed` of the arguments; samples are cut at the model's longest sequence.
         budget: tokens of a pack, for plain data.
         z_loss: weight of the squared log-normalizer in the loss.
-        fused: on a GPU, use fused kernels wherever they compute what the model's own layers do;
-            the banner names them. Not with `torch_compile`, which generates its own.
+        fused: on a GPU, use fused kernels for layers that they reproduce; the banner names them.
+            Off with `torch_compile`, which generates its own.
         check: before the first step, refuse runs that would train wrongly.
-        continue_on_nan: train on after a loss that is not finite, instead of raising
+        continue_on_nan: continue after a loss that is not finite, instead of raising
             `NonFiniteError`; weights that are not finite are not saved.
         sequence_parallel: ranks that share the tokens of each pack; also `sp_size` or `cp_size` of
             `args.parallelism_config`.
@@ -117,9 +117,8 @@ class PackedTrainerMixin(_Base):
     """
 
     loss_is_scaled_for_ga: bool | None = None
-    """For a `compute_loss` with a loss of its own: True if it divides by
-    `inputs["num_items_in_batch"]`, False if it is the mean of a batch, which is then divided by the
-    accumulation steps."""
+    """For a custom `compute_loss`: True if it divides by `inputs["num_items_in_batch"]`, False if
+    it is the mean of a batch, which is then divided by the accumulation steps."""
     _counted_steps: int | None = None
     """The `max_steps` that were counted from `num_train_epochs`."""
     _loaded_folder: str | None = None
@@ -164,7 +163,7 @@ class PackedTrainerMixin(_Base):
         """Loaders by the id of their evaluation set, which is kept."""
         self._resume_from: Path | None = None
         self._aux_loss, self._aux_steps = torch.zeros(()), 0
-        """The sum of this rank's auxiliary losses since the last log, and the steps it is of."""
+        """The sum of this rank's auxiliary losses since the last log, and the number of steps."""
         self._logged_aux_loss: dict[str, float] = {}
         self._checked_loss: Any = None
         """The attached loss of the model that the start check has passed."""
@@ -213,7 +212,7 @@ class PackedTrainerMixin(_Base):
             raise
 
     def _find_layout(self, model: Any, data: Any, settings: Any = None) -> None:
-        """Find what this process is for among those of the run, and the packs it reads."""
+        """Find the role of this process in the run, and the packs it reads."""
         known = model if isinstance(model, nn.Module) else nn.Module()
         self.layout = find_layout(known, settings, sequence_parallel=self._sequence_parallel)
         if isinstance(data, PackedDataset):
@@ -358,7 +357,7 @@ class PackedTrainerMixin(_Base):
         load_converted(self.model, self._loaded_folder, load_result.missing_keys)
 
     def _continue_data(self) -> None:
-        """Begin another training with the data after that of the last one."""
+        """Begin another training with the data that follows the last one."""
         data = self.train_dataset
         if not self._counts_epochs():
             assert self._trained_state is not None
@@ -373,7 +372,7 @@ class PackedTrainerMixin(_Base):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any):
         # The stock loop checks max_steps after a step, so a finished run that is resumed would
-        # take one step more.
+        # take one more step.
         if self.state.global_step >= self.state.max_steps:
             return [], None
         batches, items = super().get_batch_samples(*args, **kwargs)
@@ -387,7 +386,7 @@ class PackedTrainerMixin(_Base):
         return type(self).compute_loss is not PackedTrainerMixin.compute_loss
 
     def _num_replicas(self) -> int:
-        """Return the factor of the stock `compute_loss` for what it divides by all ranks' items."""
+        """Return the factor of the stock `compute_loss` for a loss divided by all ranks' items."""
         return self.accelerator.num_processes // self.get_tp_size()
 
     def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Any = None):
@@ -421,7 +420,7 @@ class PackedTrainerMixin(_Base):
         batches = self.current_gradient_accumulation_steps * self._num_replicas()
         if is_own and batches > 1 and self.loss_is_scaled_for_ga is None:
             raise ValueError(
-                f"{type(self).__name__}.compute_loss computes a loss of its own, and a step has "
+                f"{type(self).__name__}.compute_loss computes its own loss, and a step has "
                 f"{batches} batches: set loss_is_scaled_for_ga=True in the class if it divides by "
                 "inputs['num_items_in_batch'], False if it is the mean of a batch"
             )
@@ -445,7 +444,7 @@ class PackedTrainerMixin(_Base):
             self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
 
     def _log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        # Here, where every rank is: `log` may be called by one of them.
+        # Here, because all ranks reach this point; `log` may be called on one rank only.
         self._logged_aux_loss = self._mean_aux_loss() if self.control.should_log else {}
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
@@ -472,7 +471,7 @@ class PackedTrainerMixin(_Base):
         return nullcontext() if self.meter is None else self.meter.paused()
 
     def compute_loss(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any):
-        # Directly to the stock method: TRL's computes its loss from a forward of its own.
+        # Directly to the stock method: TRL's computes its loss from another forward.
         with self._measured_for_trl():
             return Trainer.compute_loss(self, model, inputs, *args, **kwargs)
 
@@ -481,9 +480,9 @@ class PackedTrainerMixin(_Base):
         """Measure the batch of the block for TRL's log; nothing in other trainers.
 
         TRL computes `mean_token_accuracy` and `entropy` from logits. From hidden states they cost
-        another product with the LM head, so in training they are those of the steps that are
-        logged, where TRL averages over the steps in between; evaluations measure every batch. They
-        are means over tokens, where TRL averages the means of batches.
+        another product with the LM head, so training measures only the steps that are logged (TRL
+        averages over all steps); evaluations measure every batch. They are means over tokens, while
+        TRL averages the means of batches.
         """
         metrics, loss = trl_log(self), self.attached_loss
         if metrics is None:
@@ -600,7 +599,7 @@ class StopCallback(TrainerCallback):
 
 
 class ShortProgress(ProgressCallback):
-    """The progress bar, with few rates of packs in a line."""
+    """The progress bar, with only the main rates of packs in a line."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.training_bar is not None:
@@ -612,7 +611,7 @@ class ShortProgress(ProgressCallback):
 
 
 class ShortPrinter(PrinterCallback):
-    """The printed lines, with few rates of packs."""
+    """The printed lines, with only the main rates of packs."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         super().on_log(args, state, control, logs=_shorten(logs), **kwargs)
@@ -630,7 +629,7 @@ def _shortened(callback: Any) -> Any:
 
 
 class _PackTag(str):
-    """`pack/fill`, also in trackers, whose callbacks put `train/` before every name.
+    """A name that stays `pack/fill` in trackers, whose callbacks prepend `train/` to every name.
 
     >>> "train/" + _PackTag("pack/fill"), "train/" + "loss"
     ('pack/fill', 'train/loss')
@@ -655,7 +654,7 @@ def _check_losses(trainer: type) -> None:
             continue
         elif is_trl:
             raise ValueError(
-                f"{base.__name__} computes its loss from batches of its own, not from packs: use "
+                f"{base.__name__} computes its loss from its own batches, not from packs: use "
                 "it without PackedTrainerMixin"
             )
         elif base in below:
@@ -666,7 +665,7 @@ def _check_losses(trainer: type) -> None:
 
 
 def _accepted_dataset(trainer: type, data: Any, args: Any) -> Any:
-    """Return a data set that the trainer's __init__ accepts: TRL's takes its own type only."""
+    """Return a data set that the trainer's __init__ accepts: TRL's accepts only its own type."""
     modules = (sys.modules[base.__module__] for base in trainer.__mro__)
     trl: Any = next((m for m in modules if m.__name__.startswith("trl.")), None)
     if trl is None:
@@ -687,9 +686,9 @@ def load_converted(model: Any, folder: str, missing: list[str]) -> None:
         save_pretrained     experts.gate_up_proj  ─▶  experts.0.w1, experts.0.w3, ...
         stock Trainer       load_state_dict(strict=False): the experts keep the weights they have
 
-    The stock Trainer saves by the one and loads by the other, when it resumes a run and when it
-    loads the best model. Weights that it could not place are loaded by `from_pretrained`, which
-    converts. Raises if some are not in the checkpoint.
+    The stock Trainer saves with the one and loads with the other, when it resumes a run and when it
+    loads the best model. Weights that it could not assign are loaded by `from_pretrained`, which
+    converts them. Raises if some are not in the checkpoint.
 
     missing: names that the checkpoint does not have in the layout of the model.
     """
@@ -706,7 +705,7 @@ def load_converted(model: Any, folder: str, missing: list[str]) -> None:
     if absent := sorted(found["missing_keys"]):
         raise ValueError(
             f"{folder} lacks {len(absent)} weights of the model, such as {absent[0]}: it was saved "
-            "from another one"
+            "from another model"
         )
     model.load_state_dict(saved.state_dict())
 

@@ -1,4 +1,4 @@
-"""The data module: packs for training and validation, plain data packed when `fit` starts."""
+"""The data module: packs for training and validation; plain data is packed when `fit` starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .hooks import causal_lm, pl
 
 
 class LightningPackedLoader(UnsizedLoader):
-    """The batches of this rank; batches that Lightning prefetched but did not train come again."""
+    """The batches of this rank; batches that were prefetched but not trained are issued again."""
 
     tracked = False
     """Whether a `PackedCallback` reports the batches that were trained on."""
@@ -53,10 +53,10 @@ class LightningPackedLoader(UnsizedLoader):
 
 
 class LightningEvaluationLoader(EvaluationLoader):
-    """Lightning would take a share of the length, while every batch weighs by what is read."""
+    """Has no length: if Lightning read a fraction of it, the weights of batches would be wrong."""
 
     def __len__(self) -> int:
-        raise TypeError("pass limit_val_batches as a number of packs, not as a share")
+        raise TypeError("pass limit_val_batches as a number of packs, not as a fraction")
 
 
 class PackedDataModule(pl.LightningDataModule):
@@ -79,14 +79,14 @@ class PackedDataModule(pl.LightningDataModule):
 
         Args:
             train_dataset: a `PackedDataset`, or plain data (`datasets.Dataset`, `IterableDataset`,
-                list, path) of tokens or text: packed at the start of `fit`, with samples of at most
-                the model's longest sequence.
-            val_dataset: likewise; plain data is packed with the settings of the training data.
-            collator: a `PackedCollator` with options of your own; default: without options.
-            num_workers: processes that read packs; 0: the training process reads.
+                list, path) of tokens or text. Plain data is packed at the start of `fit`; samples
+                are cut at the model's longest sequence.
+            val_dataset: the same; plain data is packed with the settings of the training data.
+            collator: a `PackedCollator` with your options; default: one without options.
+            num_workers: processes that read packs; with 0, the training process reads them.
             budget: tokens of a pack, for plain data.
-            tokenizer: for plain data of text.
-            seed: of the order of plain data; default: that of `seed_everything`, or 0.
+            tokenizer: tokenizer for plain data of text.
+            seed: determines the order of plain data; default: the seed of `seed_everything`, or 0.
             sequence_parallel: ranks that share the tokens of each pack.
             accumulation_steps: for manual optimization, the packs after which `training_step` takes
                 an optimizer step; otherwise it is the Trainer's `accumulate_grad_batches`.
@@ -169,14 +169,14 @@ class PackedDataModule(pl.LightningDataModule):
         return size
 
     def layout(self, trainer: Any) -> Layout:
-        """Return what this process is for, by a `trainer`'s mesh and model and the settings."""
+        """Return the layout of this process, from a `trainer`'s mesh and model and the settings."""
         module = trainer.lightning_module or nn.Module()
         mesh = getattr(trainer.strategy, "device_mesh", None)
         return find_layout(module, mesh=mesh, sequence_parallel=self.sequence_parallel)
 
     def val_dataloader(self) -> Any:
         assert self.val_dataset is not None
-        # The limit is needed to weigh the losses: each batch counts by its share of what is read.
+        # The limit is needed to weigh the losses: each batch counts by its share of the packs read.
         limit = getattr(self.trainer, "limit_val_batches", None)
         self.val_loader = LightningEvaluationLoader(
             self.val_dataset,

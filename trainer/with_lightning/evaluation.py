@@ -39,7 +39,7 @@ class EvalCallback(AfterStep):
         """Take the evaluations to run.
 
         Args:
-            evaluations: one or several; each needs a name of its own if there are several.
+            evaluations: one or several; several need different names.
             console: also print metrics and completions.
         """
         self.evaluations = check_unique_names(evaluations)

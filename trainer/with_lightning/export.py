@@ -1,4 +1,4 @@
-"""A trained module as a folder that `from_pretrained` loads: checkpoints of Lightning are not."""
+"""Save a trained module for `from_pretrained`, which cannot load Lightning's checkpoints."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def save_pretrained(trainer: Any, folder: Path | str, tokenizer: Any = None) -> 
     """Save the causal LM of a trainer's module, or its adapter; call it on every rank.
 
     Args:
-        trainer: Lightning's, after `fit`.
-        folder: written on the first rank.
-        tokenizer: saved beside the model.
+        trainer: the Lightning trainer, after `fit`.
+        folder: folder that the first rank writes.
+        tokenizer: a tokenizer to save with the model.
     """
     name, model = _pretrained(trainer.lightning_module)
     state = trainer.strategy.lightning_module_state_dict()

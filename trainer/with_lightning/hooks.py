@@ -1,4 +1,4 @@
-"""What the callbacks share: Lightning's import, a hook after the optimizer step, the causal LMs."""
+"""Shared by the callbacks: Lightning's import, a hook after the optimizer step, the causal LMs."""
 
 from __future__ import annotations
 

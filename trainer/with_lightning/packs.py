@@ -7,10 +7,10 @@
         return self.model(**batch).loss         # the exact token mean, over accumulation and ranks
 
 The loss of a batch is its share of the step's loss; the mean of the step over all ranks is logged
-and shown in the progress bar as `train/loss`. A loss of one's own is as exact if it is the sum of
-token losses over `batch["num_items_in_batch"]`. Lightning would save the state of rank 0's loader,
-one batch ahead. The callback saves the state after the last trained batch instead, merged over
-ranks, and the random states of every rank.
+and shown in the progress bar as `train/loss`. A custom loss is exact too if it is the sum of token
+losses divided by `batch["num_items_in_batch"]`. Lightning would save the state of rank 0's loader,
+which is one batch ahead. Instead, the callback saves the state after the last trained batch, merged
+over ranks, and the random states of every rank.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from .hooks import causal_lm, check_when_packed, pl, pretrained_models, trained_
 DATA_KEY, ACCUMULATION_KEY, RNG_KEY = "nopad_data", "nopad_accumulation", "nopad_random"
 """nopad's keys in Lightning checkpoints."""
 GUARD = "nopad_finite_check"
-"""Attribute of a trainer whose saves are guarded: the check that guards them."""
+"""Attribute of a trainer that holds the check before its saves."""
 
 
 class PackedCallback(pl.Callback):
     """Attach the exact loss, check the run, save data and random states, log throughput."""
 
     tracks_packs = True
-    """It reports to the loader which batches were trained on."""
+    """This callback reports to the loader which batches were trained on."""
 
     def __init__(
         self,
@@ -77,10 +77,10 @@ class PackedCallback(pl.Callback):
             data: the data module whose packs are trained on.
             label_smoothing: fraction of each label that is spread over the vocabulary.
             z_loss: weight of the squared log-normalizer in the loss.
-            fused: on a GPU, use fused kernels wherever they compute what the model's own layers do;
-                the banner names them.
+            fused: on a GPU, use fused kernels for layers that they reproduce; the banner names
+                them.
             check: before the first step, refuse runs that would train wrongly.
-            continue_on_nan: train on after a loss that is not finite, instead of raising
+            continue_on_nan: continue after a loss that is not finite, instead of raising
                 `NonFiniteError`; weights that are not finite are not saved.
         """
         self.data, self.check, self.fused = data, check, fused
@@ -101,7 +101,7 @@ class PackedCallback(pl.Callback):
         self._resumed_state: dict = {}
         """The data state of the checkpoint."""
         self._step_rng: list[Tensor] | None = None
-        """Random states at the start of the step, inside of it: what is saved is complete steps."""
+        """Inside a step, the random states at its start: a checkpoint holds complete steps only."""
         self._micro_losses: list[Tensor] = []
         """Losses of the micro-batches since the last step; Lightning has divided them already."""
         self._aux_losses: list[Tensor] = []
@@ -303,7 +303,7 @@ class PackedCallback(pl.Callback):
             self._log_step(pl_module, losses, aux_losses)
 
     def _measure(self, info: PackInfo, is_trained: bool) -> None:
-        """Count a pack; say once how a loss of one's own is exact.
+        """Count a pack; explain once how to make a custom loss exact.
 
         is_trained: whether the pack was trained; a `training_step` may skip it by returning None.
         """
@@ -318,7 +318,7 @@ class PackedCallback(pl.Callback):
     def _end_with_stream(self, trainer: Any, state: dict) -> None:
         """Lower `max_steps` to the current step when the pass of a stream is over.
 
-        With `max_epochs`, the passes are Lightning's to count; plain data is read again.
+        With `max_epochs`, Lightning counts the passes; plain data is read again.
         """
         is_counted = trainer.max_epochs != -1 or trainer.max_steps <= trainer.global_step
         if is_counted or self.data.is_plain:
@@ -385,7 +385,7 @@ class PackedCallback(pl.Callback):
 
 
 class ManualSteps:
-    """Notices the optimizer steps that a `training_step` takes, and compares them with the packs.
+    """Detects the optimizer steps that a `training_step` takes, and compares them with the packs.
 
         PackedDataModule(data, accumulation_steps=2)    loss of a pack = its share of the two's mean
         training_step   backward(loss / 2)  backward(loss / 2), step     right
@@ -407,9 +407,9 @@ class ManualSteps:
         self._module.on_validation_model_zero_grad = self._clear_between_steps
 
     def _clear_between_steps(self) -> None:
-        """Keep the gradients of an unfinished step, of which Lightning does not know.
+        """Keep the gradients of an unfinished step.
 
-        It clears gradients before a validation, to save memory.
+        Lightning, which does not know about the step, clears gradients before a validation.
         """
         if not self.has_gradients:
             self._clear_gradients()
@@ -423,7 +423,7 @@ class ManualSteps:
         packs: packs of an optimizer step on this rank.
         ends_step: whether the batch is the last of its step.
         """
-        # A scaler may skip a step, which Lightning counts all the same.
+        # A scaler may skip a step, which Lightning counts anyway.
         stepped = self._stepped or self._trainer.global_step != self._global_step
         self._stepped, self._global_step = False, self._trainer.global_step
         if stepped and not ends_step:
@@ -441,17 +441,17 @@ class ManualSteps:
             )
 
     def release(self) -> None:
-        """Stop noticing steps."""
+        """Stop detecting steps."""
         del self._module.on_validation_model_zero_grad
         for handle in self._handles:
             handle.remove()
 
 
 def _guard_saves(trainer: pl.Trainer, check: FiniteCheck) -> None:
-    """Have a trainer save, and delete older checkpoints, only while its weights are finite.
+    """Make a trainer save, and delete older checkpoints, only while its weights are finite.
 
-    A checkpoint is never replaced by one with weights that are not finite. Callbacks cannot see to
-    it: Lightning calls them only for some saves, and they cannot omit one.
+    A checkpoint is never replaced by one with weights that are not finite. Callbacks cannot ensure
+    it: Lightning calls them only for some saves, and they cannot prevent one.
     """
     is_guarded = GUARD in vars(trainer)
     vars(trainer)[GUARD] = check
@@ -470,7 +470,7 @@ def _guard_saves(trainer: pl.Trainer, check: FiniteCheck) -> None:
 
     @wraps(remove)
     def remove_replaced(*args: Any, **kwargs: Any) -> None:
-        if is_finite:  # otherwise what it would be replaced by was not saved
+        if is_finite:  # otherwise its replacement was not saved
             remove(*args, **kwargs)
 
     trainer.save_checkpoint, strategy.remove_checkpoint = save_finite, remove_replaced
@@ -494,10 +494,10 @@ def _refuse_batch_size_finder(trainer: Any) -> None:
 
 
 def _count_complete_steps(progress: dict, before: int, now: int) -> None:
-    """Convert Lightning's counts of batches to complete steps of the accumulation that is now.
+    """Convert Lightning's counts of batches to complete steps of the current accumulation.
 
     Lightning steps whenever its count is a multiple of the accumulation. The checkpoint holds
-    complete steps only, although it may have been saved inside of one, when a batch failed.
+    complete steps only, although it may have been saved inside a step, when a batch failed.
     """
     batches = progress["current"]
     is_saved_by_step = not batches["processed"] % before  # not yet `completed` then

@@ -1,4 +1,4 @@
-"""From a URL to fsspec's file system, and requests that are repeated until they succeed.
+"""Open URLs through fsspec's file systems, and repeat requests until they succeed.
 
 Credentials and endpoints come from the environment and from fsspec's own configuration, as each
 file system documents them. A file system is looked up for every request: fsspec keeps one per
@@ -31,11 +31,11 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 """Seconds between attempts: doubled each time, about a minute in all."""
 FINAL_ERRORS = (PermissionError, IsADirectoryError, ImportError, ValueError)
 TRANSIENT_STATUS = (408, 425, 429)
-"""Client errors that a later attempt may not have."""
+"""Client errors that may disappear in a later attempt."""
 
 
 class RemoteReadError(OSError):
-    """A request that failed as often as it was tried; never taken for a row that is damaged."""
+    """A request whose attempts all failed; it never counts as a damaged row."""
 
 
 class MissingFileError(RemoteReadError):
@@ -98,7 +98,7 @@ def retry(url: str, request: Callable[[], T]) -> T:
                 raise RemoteReadError(
                     f"{shown(url)}: {ATTEMPTS} attempts failed, the last with {_describe(error)}"
                 ) from error
-        # Ranks that failed together must not all come back at once.
+        # Ranks that failed together must not all try again at once.
         longest = min(FIRST_WAIT * 2**attempt, LONGEST_WAIT)
         time.sleep(longest * SystemRandom().uniform(0.5, 1.0))
     raise AssertionError("unreachable")
@@ -116,7 +116,7 @@ def _is_transient(error: Exception) -> bool:
 
 
 def _final_error(url: str, error: Exception) -> Exception:
-    """Return the error of a request that no later attempt can satisfy, in one line."""
+    """Return a one-line error for a request that no later attempt can satisfy."""
     if isinstance(error, ImportError):
         return error
     if isinstance(error, FileNotFoundError):

@@ -60,12 +60,12 @@ def _size(fs: Any, url: str, path: str, info: dict) -> int:
     if size is None:
         size = retry(url, lambda: fs.info(path)).get("size")
     if size is None:
-        raise ValueError(f"{shown(url)}: the server does not tell the size: download the file")
+        raise ValueError(f"{shown(url)}: the server does not report the size: download the file")
     return int(size)
 
 
 def _relative(name: str, folder: str) -> str:
-    """Return a listed name relative to its folder; a name outside of it stays as it is."""
+    """Return a listed name relative to its folder; a name outside the folder stays unchanged."""
     prefix = folder.rstrip("/") + "/"
     return name.removeprefix(prefix)
 

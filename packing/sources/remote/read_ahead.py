@@ -1,4 +1,4 @@
-"""A binary file that is read in blocks, of which the next ones are fetched in the background."""
+"""A binary file that is read in blocks; the next blocks are fetched in the background."""
 
 from __future__ import annotations
 

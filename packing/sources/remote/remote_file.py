@@ -63,7 +63,7 @@ class RemoteFile:
         return shown(self.url)
 
     def stat(self) -> stat_result:
-        """Return a status of which only the size is set."""
+        """Return a status with only the size set."""
         return stat_result((0, 0, 0, 0, 0, 0, self.size, 0, 0, 0))
 
     def open(self, mode: str = "rb") -> BufferedReader:
@@ -88,7 +88,7 @@ class RemoteFile:
         data = _fetch(fs, path, begin, end, self.size)
         if len(data) != end - begin:
             raise OSError(
-                f"{len(data)} of {end - begin} bytes came at byte {begin} of a file that had "
+                f"got {len(data)} of {end - begin} bytes at byte {begin} of a file that had "
                 f"{self.size} bytes when it was opened"
             )
         return data
@@ -106,5 +106,5 @@ def _fetch(fs: Any, path: str, begin: int, end: int, size: int) -> bytes:
             return file.read(end - begin)
         except ValueError as error:
             raise RemoteReadError(
-                f"{shown(path)}: the server does not answer requests of ranges: download the file"
+                f"{shown(path)}: the server does not support range requests: download the file"
             ) from error

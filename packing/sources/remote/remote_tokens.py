@@ -15,7 +15,7 @@ SCAN_TOKENS = 1 << 22
 
 
 class RemoteTokens:
-    """A one-dimensional array of token ids, of which slices and segments can be read."""
+    """A one-dimensional array of token ids that can be read by slices and segments."""
 
     def __init__(self, file: RemoteFile, dtype: np.dtype):
         if file.size % dtype.itemsize:

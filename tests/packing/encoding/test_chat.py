@@ -147,7 +147,7 @@ def test_a_template_that_hides_the_assistant_trains_nothing_and_is_refused(token
         "x{% for m in messages %}{% if m.role == 'nobody' %}{% generation %}y{% endgeneration %}"
         "{% endif %}{% endfor %}"
     )
-    with pytest.raises(ValueError, match="trains nothing"):
+    with pytest.raises(ValueError, match="no labels are left"):
         encode_chat(tokenizer, CHAT)
 
 
@@ -219,7 +219,7 @@ def test_a_turn_that_says_it_does_not_count_is_no_label(tokenizer, name, flag):
     assert counted(tokenizer, encode_chat(tokenizer, chat)) == [f"{thought}no, yes!<|im_end|>"]
     last = [*CHAT[:4], {**CHAT[4], **flag}]
     assert counted(tokenizer, encode_chat(tokenizer, last)) == ["yes!<|im_end|>"]
-    with pytest.raises(ValueError, match="no turn of the assistant is trained"):
+    with pytest.raises(ValueError, match="every assistant turn is excluded"):
         encode_chat(tokenizer, [*CHAT[:2], {**CHAT[2], **flag}])
 
 
@@ -297,7 +297,7 @@ def test_of_chats_with_tools_and_flags_exactly_the_trained_answers_count(tokeniz
         ]  # fmt: skip
         (sample,) = encoder.encode([{"messages": chat, "tools": tools}])
         if not trained:
-            assert "trains nothing" in str(sample)
+            assert "no labels are left" in str(sample)
             continue
         assert counted(tokenizer, sample) == [expected_text(turn) for turn in trained]
         text = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False)

@@ -131,7 +131,7 @@ def test_null_labels_beside_a_mask_are_no_labels():
 @pytest.mark.parametrize("eos", [None, "</s>", 2.5])
 def test_an_end_that_is_no_id_is_refused(tokenizer, eos):
     with pytest.raises(
-        ValueError, match=f"add_eos={eos!r}: True for the tokenizer's own, an id, or F"
+        ValueError, match=f"add_eos={eos!r}: pass True for the tokenizer's eos, an id, or F"
     ):
         Encoder(tokenizer, add_eos=eos)
 
@@ -227,13 +227,13 @@ def test_a_mask_that_would_be_passed_over_is_refused(mask):
 def test_rows_that_say_twice_what_is_trained_are_refused(tokenizer):
     pair, chat = {"prompt": "what", "completion": " fine"}, {"messages": [{"role": "user"}]}
     for row in ({"text": "hello", **pair}, {"text": "hello", **chat}, {**pair, **chat}):
-        with pytest.raises(ValueError, match="of which one is trained on: remove the others"):
+        with pytest.raises(ValueError, match="but only one can be trained on: remove the others"):
             one(Encoder(tokenizer), row)
     empty = {"text": None, **pair}
     assert one(Encoder(tokenizer), empty).labels.tolist()[:2] == [IGNORE_INDEX, IGNORE_INDEX]
     chosen = Encoder(tokenizer, text_column="prompt")
     assert one(chosen, pair).tokens.tolist() == one(chosen, {"prompt": "what"}).tokens.tolist()
-    with pytest.raises(ValueError, match="loss_mask counts tokens, and the row has none"):
+    with pytest.raises(ValueError, match="loss_mask applies to token ids, but the row has none"):
         one(Encoder(tokenizer), {"text": "hello", "loss_mask": [1]})
 
 

@@ -78,7 +78,11 @@ def test_a_function_converts_rows_and_its_errors_are_those_of_the_row():
         ({"text": "a"}, "alpaca", r"keys \['text'\] is not alpaca: it has no instruction and out"),
         ("a", "sharegpt", "a row of type str is not sharegpt"),
         ({**ALPACA, "history": [["a", "b"]]}, "alpaca", "history of several turns"),
-        ({"conversations": [{"from": "me", "value": "a"}]}, "sharegpt", "from 'me', known are sys"),
+        (
+            {"conversations": [{"from": "me", "value": "a"}]},
+            "sharegpt",
+            "speaker 'me', known are",
+        ),
         ({"conversations": [{"role": "user"}]}, "sharegpt", "needs from and value"),
         (ALPACA, None, 'pass format="alpaca"'),
         ({"conversations": []}, None, 'pass format="sharegpt"'),
@@ -94,7 +98,7 @@ def test_a_row_of_another_format_is_refused_with_the_way_out(row, chosen, told):
 
 def test_a_format_that_would_have_no_effect_or_is_unknown_is_refused():
     tokens = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
-    with pytest.raises(ValueError, match="format='alpaca' converts rows, and this data has ready"):
+    with pytest.raises(ValueError, match="format='alpaca' converts rows, but this data has ready"):
         PackedDataset(tokens, budget=8, format="alpaca")
     with pytest.raises(ValueError, match="format='vicuna': choose alpaca, sharegpt, or pass a fun"):
         PackedDataset([[1, 2]], budget=8, format="vicuna")

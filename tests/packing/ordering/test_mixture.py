@@ -156,7 +156,7 @@ def test_a_list_of_pairs_is_a_mixture_and_a_list_of_documents_is_not():
 @pytest.mark.parametrize("rows", [[([1, 2, 3], 7), ([4, 5], 3)], [(5, 6), (7, 8)]])
 def test_rows_that_look_like_a_mixture_are_told_so(rows):
     with pytest.raises(
-        ValueError, match=r"mixture of \(source, weight\), and (\[1, 2, 3\]|5) is not a source"
+        ValueError, match=r"mixture of \(source, weight\), but (\[1, 2, 3\]|5) is not a source"
     ):
         PackedDataset(rows, budget=8)
 
@@ -264,7 +264,7 @@ def test_weights_that_drift_cannot_begin_with_a_later_epoch_of_a_stream():
     drift = [([[1, 2]] * 4, [(0, 1.0), (9, 0.5)]), ([[3, 4]] * 4, 1)]
     data = PackedDataset(drift, budget=8, pretokenize=False, shards=1, rank=0, world_size=1)
     data.set_epoch(0)
-    with pytest.raises(ValueError, match=r"cannot start with epoch 2.*pass epochs="):
+    with pytest.raises(ValueError, match=r"cannot start at epoch 2.*pass epochs="):
         data.set_epoch(2)
 
 

@@ -135,7 +135,7 @@ def test_a_sample_that_is_read_again_with_another_length_is_refused(choice, leng
     Packer(10, pool=8, **choice).load_state_dict(state, samples)
     if choice.get("overflow") == "truncate" and length > 10:
         return  # truncated tokens are not compared
-    with pytest.raises(ValueError, match=f"sample 2 has {length} tokens, another number"):
+    with pytest.raises(ValueError, match=f"sample 2 has {length} tokens, a different number"):
         Packer(10, pool=8, **choice).load_state_dict(state, changed)
 
 

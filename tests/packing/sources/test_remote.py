@@ -184,7 +184,7 @@ def test_tokens_of_a_server_that_is_gone_are_an_error(folder):
 
 def test_a_server_without_ranges_serves_small_files_only(folder, monkeypatch):
     with serve(folder, period=None, ranges=False) as server:
-        named = r"rows.jsonl: the server does not answer requests of ranges: download the file$"
+        named = r"rows.jsonl: the server does not support range requests: download the file$"
         with pytest.raises(RemoteReadError, match=rf"^http://\S+/{named}"):
             list(open_source(f"{server.url}/rows.jsonl").read(0, 1))
         monkeypatch.setattr(read_ahead, "BLOCK", 1 << 20)

@@ -38,7 +38,7 @@ def test_a_partial_window_is_dropped_if_asked():
 
 def test_data_of_less_than_a_step_is_not_dropped_in_silence():
     loader = PackedLoader(tiny_run.dataset(), accumulation_steps=16, drop_last=True)
-    with pytest.raises(ValueError, match="not enough packs for one optimizer step, and drop_last"):
+    with pytest.raises(ValueError, match="too few packs for one optimizer step, and drop_last"):
         list(loader)
     assert list(EvaluationLoader(tiny_run.dataset(), limit=0)) == []
 
@@ -237,5 +237,5 @@ def test_the_length_of_a_loader_is_the_number_of_its_batches(drop_last):
     assert len(loader) == len(list(loader))
     assert len(EvaluationLoader(data)) == data.count()
     assert len(EvaluationLoader(data, limit=2)) == 2
-    with pytest.raises(TypeError, match="no end to count"):
+    with pytest.raises(TypeError, match="the data has no end"):
         len(PackedLoader(tiny_run.dataset(epochs=None)))

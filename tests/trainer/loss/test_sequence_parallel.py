@@ -30,7 +30,7 @@ def test_losses_and_gradients_are_those_of_the_whole_row(two):
 
 def test_what_cannot_be_spread_is_refused_with_the_reason(two):
     refusals = two[0]["refusals"]
-    assert "works through attn_implementation='nopad'" in refusals["stock attention"]
+    assert "needs attn_implementation='nopad'" in refusals["stock attention"]
     assert "3 attention heads cannot be shared by 2 sequence-parallel" in refusals["uneven heads"]
     assert "needs cu_seq_lens_q by name" in refusals["boundaries"]
     assert "seq_idx cannot be spread" in refusals["masks"]

@@ -122,7 +122,7 @@ def test_chunks_that_are_cut_by_the_place_in_a_row_are_seen(attention, known):
     model = odd_model("chunked", attention)
     check_run(model, PackedDataset(rows, budget=16, pretokenize=known))  # inside one chunk
     way_out = r'use attn_implementation="nopad" with samples of at most 16 tokens, or train without'
-    with pytest.raises(ValueError, match=rf"otherwise than alone.*{way_out}"):
+    with pytest.raises(ValueError, match=rf"differently than alone.*{way_out}"):
         check_run(model, PackedDataset(rows, budget=64, pretokenize=known))
     check_run(odd_model("chunked", "nopad"), PackedDataset(rows, budget=64, pretokenize=known))
 
@@ -131,7 +131,7 @@ def test_chunks_that_are_cut_by_the_place_in_a_row_are_seen(attention, known):
 def test_keys_selected_among_those_of_other_samples_are_seen(attention):
     model, short = odd_model("sparse", attention), [[5, 6, 7, 8]] * 20
     check_run(model, PackedDataset(short, budget=64))
-    with pytest.raises(ValueError, match=r"otherwise than alone.*: train without packing"):
+    with pytest.raises(ValueError, match=r"differently than alone.*: train without packing"):
         check_run(model, PackedDataset([*short, [5] * 40], budget=64))
 
 

@@ -92,7 +92,7 @@ def test_trainers_of_trl_that_do_not_train_on_packs_say_so(name, tmp_path):
         trl = pytest.importorskip("trl.experimental.gkd", reason="an experimental trainer")
     base, arguments = getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
     args = arguments(str(tmp_path), max_steps=1, use_cpu=True, bf16=False, report_to=[])
-    told, kind = f"^{name}Trainer computes its loss from batches of its own", base
+    told, kind = f"^{name}Trainer computes its loss from its own batches", base
     if name == "SFT":
         kind = type("Mine", (base,), {"compute_loss": Doubled.compute_loss})
         told = r"^Mine\.compute_loss would not be called: .* class Packed\(Mine, PackedSFTTrainer\)"
