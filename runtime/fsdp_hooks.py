@@ -1,4 +1,4 @@
-"""The forward hooks with which FSDP2 gathers the parameters of a module and frees them again."""
+"""The ids of the forward hooks that FSDP2 installed on a module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of packed, split, truncated, dropped and skipped samples, and each source's share."""
+"""`data.report()`: from the planner's counts, skipped rows and the tokens of each source."""
 
 from __future__ import annotations
 

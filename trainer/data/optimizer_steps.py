@@ -35,7 +35,7 @@ class PackInfo:
     index: int
     """The pack's number in the pass over the data, counted over all ranks."""
     cursor: dict
-    """The position in a stream after this pack; {} where lengths are known."""
+    """What a resume after this pack needs."""
     budget: int
     """Tokens that the pack may hold."""
     lengths: np.ndarray

@@ -1,4 +1,4 @@
-"""A row spread over the ranks of a sequence-parallel group: the part that each rank computes.
+"""Sequence parallelism: split a row over the ranks of a group, and join losses and outputs.
 
     labels of the whole row ─▶ shifted ─┐
     ids, positions, weights ────────────┼─▶ padded to a multiple of the ranks ─▶ this rank's tokens

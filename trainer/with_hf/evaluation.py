@@ -1,4 +1,4 @@
-"""Evaluation in the HF Trainer and trainers derived from it: by generation, and on packs.
+"""`EvalCallback` of the HF Trainer: evaluation by generation; and the loader of validation packs.
 
     engine = Engine(trainer.model, tokenizer)
     evaluation = GenerationEval(engine.generate, examples, {"exact": exact_match}, every=500)
