@@ -65,7 +65,10 @@ def engine(tokenizer=None, **settings):
         (lambda: PackedCollator(pad_token_id=10**30), "pass any id of the vocabulary"),
         (lambda: PaddedCollator(pad_token_id=-1), "pad_token_id=-1: pass any id"),
         (lambda: PaddedCollator(pad_token_id=1.5), "pad_token_id=1.5: pass any id"),
-        (lambda: PaddedCollator(pad_to_multiple_of=None), "pad_to_multiple_of=None: 1 or more"),
+        (
+            lambda: PaddedCollator(pad_to_multiple_of=None),
+            "pad_to_multiple_of=None: pass at least 1",
+        ),
         (lambda: PackedLoader([[1, 2]]), "dataset is a list: pass a PackedDataset"),
         (lambda: loader(accumulation_steps=1.5), "accumulation_steps=1.5: a step needs at least"),
         (lambda: loader(drop_last="no"), "drop_last='no': pass True or False"),

@@ -45,4 +45,4 @@ def test_the_compilation_of_the_packer_is_announced_once(monkeypatch, capsys):
         assert len(planner.pack_lengths([3, 2], budget=8)) == 1
     said = capsys.readouterr().err
     assert said.count("compiling the packer") == 1
-    assert "at every start: set NUMBA_CACHE_DIR to a folder that stays)" in said
+    assert "at every start: set NUMBA_CACHE_DIR to a persistent folder)" in said

@@ -234,7 +234,7 @@ def test_what_is_not_a_length_is_refused_and_nothing_is_taken(bad):
         ({"strategy": "concat", "overflow": "drop"}, "concat always splits"),
         ({"pad_to_multiple_of": 9}, "at most the budget"),
         ({"pad_to_multiple_of": 0}, "at least 1"),
-        ({"pool": 0}, "at least one"),
+        ({"pool": 0}, "pass at least 1"),
     ],
 )
 def test_wrong_settings_are_refused_with_the_way_out(chosen, message):

@@ -97,7 +97,9 @@ def test_a_dict_is_no_list_of_rows():
 def test_names_of_files_are_not_taken_for_documents(tmp_path):
     (tmp_path / "a.txt").write_text("words")
     for name in (tmp_path / "a.txt", str(tmp_path / "a.txt")):
-        with pytest.raises(ValueError, match="is a file, the list would be read as 2 documents"):
+        with pytest.raises(
+            ValueError, match="is a file, but the list would be read as 2 documents"
+        ):
             PackedDataset([name, name], tokenizer=lambda text: [1], budget=8)
 
 
