@@ -164,7 +164,8 @@ FAULTS = {
         "nopad.trainer.with_hf.trainer", "PackedTrainerMixin._counts_epochs = lambda self: False",
     ),
     "a batch that failed is counted": (
-        "trainer/with_lightning/test_failed_steps.py", "nopad.trainer.with_lightning.packs",
+        "trainer/with_lightning/test_failed_steps.py",
+        "nopad.trainer.with_lightning.packed_callback",
         "_count_complete_steps = lambda *_: None",
     ),
     "a resumed run counts its steps again": (
@@ -314,7 +315,7 @@ FAULTS = {
         "_shapes.blank_arrays = blank_arrays",
     ),
     "a context loses its first token": (
-        "inference/harness/test_tasks.py::test_scores_equal_those_of_lm_evals_own_model",
+        "inference/harness/test_harness.py::test_scores_equal_those_of_lm_evals_own_model",
         "nopad.inference.harness.engine_lm",
         "EngineLM._truncate = "
         "lambda self, before, after: (tuple(before[1:] or before), tuple(after))",
@@ -691,7 +692,7 @@ FAULTS = {
         "PackedAccelerateLoader._discard_left_step = lambda self: None",
     ),
     "manual steps are not noticed": (
-        "trainer/with_lightning/test_own_steps.py", "nopad.trainer.with_lightning.packs",
+        "trainer/with_lightning/test_own_steps.py", "nopad.trainer.with_lightning.packed_callback",
         "ManualSteps.check = lambda *_: None",
     ),
     "every pack of a validation weighs the same": (
@@ -705,11 +706,11 @@ FAULTS = {
         "trained_lms = lambda module: [unwrap_peft(pretrained_models(module)[0])]",
     ),
     "a teacher is not looked at": (
-        "trainer/with_lightning/test_two_models.py", "nopad.trainer.with_lightning.packs",
+        "trainer/with_lightning/test_two_models.py", "nopad.trainer.with_lightning.packed_callback",
         "PackedCallback._check_others_when_packed = lambda *_: None",
     ),
     "nobody notices a loss of one's own": (
-        "trainer/with_lightning/test_own_steps.py", "nopad.trainer.with_lightning.packs",
+        "trainer/with_lightning/test_own_steps.py", "nopad.trainer.with_lightning.packed_callback",
         "PackedCallback._measure = lambda *_, **__: None",
     ),
     "masks are repaired for labels only": (
@@ -755,12 +756,12 @@ FAULTS = {
         "WeightsVersion.forwards_unchanged = lambda self: True",
     ),
     "a stop string is looked for after the prompt": (
-        "inference/harness/test_tasks.py::"
+        "inference/harness/test_harness.py::"
         "test_answers_equal_hf_where_the_first_space_of_a_text_is_dropped",
         "nopad.inference.harness.engine_lm", "EngineLM._is_complete = lambda *_: True",
     ),
     "add_bos_token is ignored": (
-        "inference/harness/test_tasks.py::"
+        "inference/harness/test_harness.py::"
         "test_answers_equal_hf_where_the_first_space_of_a_text_is_dropped",
         "nopad.inference.harness.engine_lm",
         "begin = EngineLM.__init__\n"
@@ -1050,7 +1051,7 @@ FAULTS = {
         "nopad.attention.hf.interface", "_check_head = lambda *_: None",
     ),
     "special tokens have no names": (
-        "inference/harness/test_tasks.py::"
+        "inference/harness/test_harness.py::"
         "test_answers_equal_hf_where_a_stop_string_names_special_tokens",
         "nopad.inference.harness.engine_lm", "EngineLM._end_as_hf = lambda self, ids, until: ids",
     ),
@@ -1121,7 +1122,7 @@ FAULTS = {
     "a loss of one's own never diverges": (
         "trainer/with_lightning/test_own_steps.py::"
         "test_the_mean_of_an_empty_pack_is_told_apart_from_a_divergence",
-        "nopad.trainer.with_lightning.packs", "DIVERGED = 'check its weights'",
+        "nopad.trainer.with_lightning.packed_callback", "DIVERGED = 'check its weights'",
     ),
     "weights of zeros alone are filled": (
         "trainer/monitoring/test_packing_check.py::"
@@ -1154,7 +1155,7 @@ FAULTS = {
     "a validation clears the gradients of a manual step": (
         "trainer/with_lightning/test_own_steps.py::"
         "test_a_validation_inside_a_step_of_ones_own_keeps_its_gradients",
-        "nopad.trainer.with_lightning.packs",
+        "nopad.trainer.with_lightning.packed_callback",
         "ManualSteps._clear_between_steps = lambda self: self._clear_gradients()",
     ),
     "a flag may be anything": (

@@ -1,7 +1,7 @@
 """lm-evaluation-harness tasks on a live model, through the engine."""
 
 from .engine_lm import EngineLM
-from .tasks import Harness, find_tasks
+from .harness import Harness, find_tasks
 
 __all__ = [
     "EngineLM",

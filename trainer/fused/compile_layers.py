@@ -85,7 +85,8 @@ class CompiledForward:
     def __call__(self, layer: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Any:
         if not layer.training or torch.compiler.is_compiling():
             return None
-        boundaries = _boundaries(layer, args[0], kwargs)
+        x = args[0] if args else kwargs["hidden_states"]
+        boundaries = _boundaries(layer, x, kwargs)
         if boundaries is None or boundaries.pages is not None:
             return None  # a graph cannot read boundaries from positions
         if boundaries.group is not None:
@@ -95,7 +96,7 @@ class CompiledForward:
             return None
         refuse_other_outputs()
         check_lengths(_configured(layer), boundaries)
-        _mark_dynamic(args, kwargs, boundaries.cu_seqlens)
+        _mark_dynamic((args, kwargs), x.shape[1], boundaries.cu_seqlens)
         max_length: Any = torch.tensor(boundaries.max_length)
         packed = {"cu_seq_lens_q": boundaries.cu_seqlens, "max_length_q": max_length}
         context = nullcontext()
@@ -131,11 +132,10 @@ def _configured(layer: nn.Module) -> nn.Module:
     return next((module for module in layer.modules() if "config" in vars(module)), layer)
 
 
-def _mark_dynamic(args: Any, kwargs: dict[str, Any], cu_seqlens: Tensor) -> None:
+def _mark_dynamic(inputs: Any, tokens: int, cu_seqlens: Tensor) -> None:
     """Tell torch.compile that the length of rows and the number of sequences change."""
-    tokens = args[0].shape[1]
     torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
-    for x in torch.utils._pytree.tree_leaves((args, kwargs)):
+    for x in torch.utils._pytree.tree_leaves(inputs):
         if isinstance(x, Tensor):
             for dim in range(x.ndim):
                 if x.shape[dim] == tokens:

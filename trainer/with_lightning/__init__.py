@@ -3,7 +3,7 @@
 from .data_module import PackedDataModule
 from .evaluation import EvalCallback
 from .export import save_pretrained
-from .packs import PackedCallback
+from .packed_callback import PackedCallback
 from .stopping import StopCallback
 
 __all__ = [

@@ -27,7 +27,7 @@ from ..evaluation.report import Report
 from ..evaluation.report_writer import ReportWriter, table_logger
 from ..monitoring.throughput import ThroughputMeter
 from .hooks import AfterStep, pl
-from .packs import PackedCallback
+from .packed_callback import PackedCallback
 
 log = logging.getLogger(__name__)
 

@@ -49,7 +49,7 @@ TRAINING_HONOURED = {
     "gradient_checkpointing": GRADIENT,
     "torch_compile": GRADIENT,
     "label_smoothing_factor": (
-        "trainer/with_lightning/test_packs.py::test_labels_are_smoothed_as_in_the_hf_trainer"
+        "trainer/with_lightning/test_packed_callback.py::test_labels_are_smoothed_as_in_the_hf_trainer"
     ),
     "include_num_input_tokens_seen": OPTIONS + "test_tokens_seen_are_those_of_the_packs",
     "eval_strategy": WHOLE,
@@ -114,9 +114,9 @@ LIGHTNING_HONOURED = {
     "limit_val_batches": VALIDATION + "test_a_validation_gives_the_mean_of_the_packs_it_looked_at",
     "overfit_batches": VALIDATION + "test_batches_to_overfit_on_are_the_same_in_every_epoch",
     "val_check_interval": FRACTIONS,
-    "log_every_n_steps": "trainer/with_lightning/test_packs.py::"
+    "log_every_n_steps": "trainer/with_lightning/test_packed_callback.py::"
     "test_a_trainer_that_logs_never_trains_all_the_same",
-    "accumulate_grad_batches": "trainer/with_lightning/test_packs.py::"
+    "accumulate_grad_batches": "trainer/with_lightning/test_packed_callback.py::"
     "test_the_gradient_of_a_step_is_that_of_its_samples_one_by_one",
     "reload_dataloaders_every_n_epochs": EPOCHS
     + "test_reloaded_loaders_go_on_where_the_one_before_stood",

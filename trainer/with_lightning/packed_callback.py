@@ -1,4 +1,4 @@
-"""Packs in Lightning: a data module and a callback; `training_step` stays yours.
+"""`PackedCallback` of Lightning: exact loss, checks and saved state; `training_step` stays yours.
 
     data = PackedDataModule(PackedDataset(...), num_workers=2)
     Trainer(callbacks=[PackedCallback(data)], accumulate_grad_batches=4, ...).fit(module, data)

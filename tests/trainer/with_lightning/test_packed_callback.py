@@ -56,7 +56,7 @@ def test_a_pickled_data_module_still_has_no_validation():
 
 def test_an_exception_ends_the_validation():
     from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
-    from nopad.trainer.with_lightning.packs import ACCUMULATION_KEY, DATA_KEY, RNG_KEY
+    from nopad.trainer.with_lightning.packed_callback import ACCUMULATION_KEY, DATA_KEY, RNG_KEY
 
     nobody: Any = None
     callback = PackedCallback(PackedDataModule(tiny_run.dataset()))
@@ -108,7 +108,7 @@ def test_a_trainer_that_logs_never_trains_all_the_same(tmp_path):
 def test_who_optimizes_by_hand_may_return_what_they_like(tmp_path):
     from front_ends import Module
     from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
-    from nopad.trainer.with_lightning.packs import pl
+    from nopad.trainer.with_lightning.packed_callback import pl
 
     class ByHand(Module):
         automatic_optimization = False

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a live model: its tasks, prompts and metrics, our engine.
+"""`Harness`: run lm-evaluation-harness tasks on a live model, through the LM of `engine_lm.py`.
 
     tasks ─▶ requests ─▶ EngineLM ─▶ DataParallelEngine ─▶ Engine ─▶ answers ─▶ metrics
 
