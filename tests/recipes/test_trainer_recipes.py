@@ -99,24 +99,24 @@ def test_a_torn_last_checkpoint_is_resumed_from_the_one_beside_it(tmp_path, monk
 
 
 def test_a_signal_during_the_start_stops_the_run_after_a_step(tmp_path, monkeypatch, capsys):
-    from nopad import collators
+    from nopad.trainer import with_hf
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    collator = collators.PackedCollator
+    callback = with_hf.StopCallback
 
-    def signalled(**settings):
+    def signalled():
         os.kill(os.getpid(), signal.SIGUSR1)
-        return collator(**settings)
+        return callback()
 
-    monkeypatch.setattr(collators, "PackedCollator", signalled)
+    monkeypatch.setattr(with_hf, "StopCallback", signalled)
     small_inputs.status(
         "train_hf", [*small_args(tmp_path), "--steps", "5", "--output", "my runs/a"]
     )
     out, command = capsys.readouterr().out, "continue with: nopad train-hf --resume 'my runs/a'"
     assert f"after a stop, {command}\n" in out
     assert f"stopped: my runs/a, step 1; {command}\n" in out
-    monkeypatch.setattr(collators, "PackedCollator", collator)
+    monkeypatch.setattr(with_hf, "StopCallback", callback)
     small_inputs.train("train_hf", ["--resume", "my runs/a"])
     assert "done: my runs/a, step 5" in capsys.readouterr().out
 
