@@ -124,15 +124,15 @@ def test_in_python_a_setting_that_cannot_be_is_named_too(wrong, word):
 
 def test_an_unknown_task_is_told_with_its_likeliest_name(tmp_path, monkeypatch):
     from lm_tasks import write_tasks
-    from nopad.inference.harness import tasks
+    from nopad.inference.harness import harness
 
     write_tasks(tmp_path, 4)
-    few = tasks.TaskManager
+    few = harness.TaskManager
     monkeypatch.setattr(  # indexing lm_eval's own tasks takes seconds
-        tasks, "TaskManager", lambda include_path, **_: few(
+        harness, "TaskManager", lambda include_path, **_: few(
             include_path=include_path, include_defaults=False
         )
     )  # fmt: skip
     with pytest.raises(ValueError, match="no task 'tiny_chioce': did you mean tiny_choice"):
-        tasks.find_tasks(["tiny_chioce"], str(tmp_path))
-    assert tasks.find_tasks(["tiny_choice"], str(tmp_path)).load(["tiny_choice"])["tasks"]
+        harness.find_tasks(["tiny_chioce"], str(tmp_path))
+    assert harness.find_tasks(["tiny_choice"], str(tmp_path)).load(["tiny_choice"])["tasks"]

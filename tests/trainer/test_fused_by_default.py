@@ -12,7 +12,7 @@ from nopad.trainer.fused import FusedLayers
 from nopad.trainer.loss import attach_loss
 from nopad.trainer.with_accelerate import PackedAccelerateLoader, loader
 from nopad.trainer.with_hf import PackedTrainer, trainer
-from nopad.trainer.with_lightning import PackedCallback, PackedDataModule, packs
+from nopad.trainer.with_lightning import PackedCallback, PackedDataModule, packed_callback
 from transformers import TrainingArguments
 
 
@@ -41,7 +41,7 @@ def lightning(model, folder, **options) -> None:
 FRONT_ENDS = {
     "hf": (hf, trainer),
     "accelerate": (accelerate, loader),
-    "lightning": (lightning, packs),
+    "lightning": (lightning, packed_callback),
 }
 
 

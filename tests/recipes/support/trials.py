@@ -46,7 +46,7 @@ from nopad.trainer.evaluation import GenerationEval  # noqa: E402
 from nopad.trainer.with_accelerate import checkpoint as with_accelerate_checkpoint  # noqa: E402
 from nopad.trainer.with_accelerate import loader as with_accelerate  # noqa: E402
 from nopad.trainer.with_hf import trainer as with_hf  # noqa: E402
-from nopad.trainer.with_lightning import packs as with_lightning  # noqa: E402
+from nopad.trainer.with_lightning import packed_callback as with_lightning  # noqa: E402
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402, F401
 
 STEPS = 12
