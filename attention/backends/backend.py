@@ -1,9 +1,10 @@
-"""The protocol of a backend: the functions that its module has."""
+"""The protocol of a backend, the functions that its module has; and what several of them share."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..varlen import Varlen
@@ -50,3 +51,9 @@ class Backend(Protocol):
     ) -> Tensor:
         """Attend to all keys in the pages of one layer, including those of this step."""
         ...
+
+
+def padded_to(x: Tensor, q: Tensor) -> Tensor:
+    """Pad the head dim of x to that of q, for kernels that take one head dim."""
+    padding = q.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, padding)) if padding else x

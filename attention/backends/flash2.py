@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..varlen import Varlen
+from .backend import padded_to
 from .call_spec import CallSpec, ScoreParams
 
 _found: list[tuple[Any, str | None]] = []
@@ -81,7 +82,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     flash, _ = library()
-    grad_, v_, out_ = (_padded(x, q) for x in (grad, v, out))
+    grad_, v_, out_ = (padded_to(x, q) for x in (grad, v, out))
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v_))
     kwargs = _score_kwargs(score_params)
     window = kwargs.pop("window_size")
@@ -104,17 +105,11 @@ def _attend(
     flash, _ = library()
     bounds = (varlen.cu_seqlens, varlen.cu_seqlens, varlen.max_length, varlen.max_length)
     return flash.flash_attn_varlen_func(
-        *(q, k, _padded(v, q), *bounds),
+        *(q, k, padded_to(v, q), *bounds),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         **_score_kwargs(score_params),
         **kwargs,
     )
-
-
-def _padded(x: Tensor, q: Tensor) -> Tensor:
-    """Pad the last dimension of x to that of q."""
-    padding = q.shape[-1] - x.shape[-1]
-    return F.pad(x, (0, padding)) if padding else x
 
 
 def paged(

@@ -6,10 +6,10 @@ import inspect
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..varlen import Varlen
+from .backend import padded_to
 from .call_spec import CallSpec, ScoreParams
 
 try:
@@ -67,7 +67,7 @@ def backward(
     score_params: ScoreParams,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
-    grad_, v_, out_ = (_padded(x, q) for x in (grad, v, out))
+    grad_, v_, out_ = (padded_to(x, q) for x in (grad, v, out))
     bounds = (varlen.cu_seqlens, varlen.cu_seqlens, varlen.max_length, varlen.max_length)
     window = _window(score_params)
     dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(
@@ -91,14 +91,8 @@ def _attend(
     if "enable_gqa" in _parameters:
         kwargs["enable_gqa"] = q.shape[1] != k.shape[1]
     bounds = (varlen.cu_seqlens, varlen.cu_seqlens, varlen.max_length, varlen.max_length)
-    return varlen_attn(q, k, _padded(v, q), *bounds, scale=score_params.scale, **kwargs)
+    return varlen_attn(q, k, padded_to(v, q), *bounds, scale=score_params.scale, **kwargs)
 
 
 def _window(score_params: ScoreParams) -> tuple[int, int]:
     return (-1 if score_params.window is None else score_params.window - 1), 0
-
-
-def _padded(x: Tensor, q: Tensor) -> Tensor:
-    """Pad the last dimension of x to that of q."""
-    padding = q.shape[-1] - x.shape[-1]
-    return F.pad(x, (0, padding)) if padding else x

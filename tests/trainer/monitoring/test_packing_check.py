@@ -81,10 +81,10 @@ def test_experts_pass_in_any_precision(kind, precision):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("kind", [*EXPERTS, *_OTHER_EXPERTS.split()])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in (*EXPERTS, *_OTHER_EXPERTS.split()) if kind in CONFIG_MAPPING]
+)  # an older Transformers has fewer
 def test_no_seed_gives_a_false_alarm(kind, precision):
-    if kind not in CONFIG_MAPPING:
-        pytest.skip(f"this Transformers has no {kind}")
     for seed in range(SEEDS):
         check(build(kind, layers=4, seed=seed), precision)
 
