@@ -179,8 +179,8 @@ def train(args: argparse.Namespace, run: RunDir) -> None:
         print("\n".join(write_summary(run, padded_fill, args.budget)))
         run.print_end(f"{run.path}/checkpoint-{step}", finished=step == args.steps)
     stop.release()
-    accelerator.free_memory()
-    accelerator.end_training()
+    for tracker in accelerator.trackers:  # `end_training` leaves the group, which DDP still uses
+        tracker.finish()
 
 
 def step_values(accelerator, losses: list, packs: list, packs_at_a_time: int) -> dict[str, float]:

@@ -21,6 +21,7 @@ from nopad.attention.backends import selection
 from nopad.attention.hf import check_packed, check_paged, interface, packed_batch, random_documents
 from nopad.attention.hf.selfcheck import nan_max
 from nopad.cli.tiny_model import randomize_weights, tiny_config
+from nopad.runtime import destroy_group
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -298,7 +299,7 @@ def one_rank(tmp_path):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    destroy_group()
 
 
 def test_ddp_and_fsdp2_give_the_same_gradients(one_rank):

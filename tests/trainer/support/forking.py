@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import shutil
 import signal
 import socket
@@ -57,7 +58,7 @@ class Ranks:
         if self.codes[rank] is None:
             os.kill(self.pids[rank], number)
 
-    def wait(self, seconds: float = 120) -> list[int]:
+    def wait(self, seconds: float = 240) -> list[int]:
         """Return the exit codes, negative for signals; whoever is not done by then is killed."""
         until = time.monotonic() + seconds
         while None in self.codes:
@@ -69,7 +70,7 @@ class Ranks:
                     self.send(signal.SIGABRT, rank)  # faulthandler says where each thread is
                 time.sleep(1)
                 self.kill()
-                said = "".join(self.said(rank)[-6000:] for rank in range(len(self.pids)))
+                said = "\n".join(self.said(rank)[-6000:] for rank in range(len(self.pids)))
                 raise AssertionError(f"no end after {seconds} s: {self.codes}\n{said}")
             time.sleep(0.005)
         return self.codes
@@ -84,9 +85,10 @@ class Ranks:
 
     def said(self, rank: int = 0) -> str:
         path = self.folder / f"said-{rank}"
-        return path.read_text() if path.exists() else ""
+        said = path.read_text() if path.exists() else ""
+        return re.sub(r"\nExtension modules: .*", "", said)  # where it stands is said above it
 
-    def wait_for(self, what: Callable[[], bool], seconds: float = 60) -> None:
+    def wait_for(self, what: Callable[[], bool], seconds: float = 120) -> None:
         until = time.monotonic() + seconds
         while not what():
             assert time.monotonic() < until, self.said()

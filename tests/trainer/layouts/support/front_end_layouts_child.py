@@ -26,6 +26,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from lightning.pytorch.strategies import ModelParallelStrategy
 from nopad.inference import DataParallelEngine, Engine, SamplingParams
+from nopad.runtime import destroy_group
 from nopad.trainer import with_lightning
 from nopad.trainer.evaluation import Example, GenerationEval
 from nopad.trainer.with_accelerate import AccelerateEval, PackedAccelerateLoader
@@ -265,7 +266,8 @@ def main(folder: str, *cases: str) -> None:
             "loss": None if loss is None else abs(loss / wanted_loss - 1),
         }
     print(json.dumps(found))
-    dist.destroy_process_group()
+    del model  # before the group: see `destroy_group`
+    destroy_group()
 
 
 def whole(tensor: Any) -> torch.Tensor:

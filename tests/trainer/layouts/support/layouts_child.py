@@ -19,7 +19,7 @@ import tiny_run
 import torch
 import torch.distributed as dist
 from nopad.inference import DataParallelEngine, Engine, SamplingParams
-from nopad.runtime import find_layout, gather_objects, join_sequence_group
+from nopad.runtime import destroy_group, find_layout, gather_objects, join_sequence_group
 from nopad.trainer.data import PackedLoader
 from nopad.trainer.data.data_state import load_data_state, save_data_state
 from nopad.trainer.fsdp_unshard import unsharded
@@ -162,7 +162,7 @@ def tell(case: str, folder: Path) -> dict:
 def main(folder: str, *cases: str) -> None:
     dist.init_process_group("gloo")
     print(json.dumps({case: tell(case, Path(folder)) for case in cases}))
-    dist.destroy_process_group()
+    destroy_group()
 
 
 if __name__ == "__main__":
