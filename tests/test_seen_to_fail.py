@@ -517,7 +517,7 @@ FAULTS = {
     "a bomb is as large as its file": (
         "packing/sources/test_hostile_names.py::test_a_source_is_small_by_what_comes_out_of_it[gz]",
         "nopad.packing.sources.decompress",
-        "decompressed_size = lambda path, limit: 5 * path.stat().st_size",
+        "decompressed_bytes = lambda paths, sizes: 5 * sum(sizes)",
     ),
     "a turn of weight 0 counts": (
         "packing/encoding/test_chat.py::test_a_turn_that_says_it_does_not_count_is_no_label",
