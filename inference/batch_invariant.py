@@ -45,8 +45,8 @@ _ELEMENTWISE = {
     Tensor.sigmoid, Tensor.tanh, Tensor.exp, Tensor.cos, Tensor.sin,
 }  # fmt: skip
 """Functions whose results on a CPU may differ in the last bit with an element's place."""
-_GROUPED = {getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
-_OTHER_PRODUCTS = {
+GROUPED_PRODUCTS = {getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
+UNSUPPORTED_PRODUCTS = {
     torch.matmul, torch.bmm, torch.mm, torch.baddbmm, Tensor.matmul, Tensor.bmm, Tensor.mm,
     Tensor.__matmul__,
 }  # fmt: skip
@@ -90,9 +90,9 @@ class _FixedShapes(TorchFunctionMode):
         if func is torch.addmm:  # as the layers of GPT-2 call it
             bias, input, weight = args
             return _linear(input, weight.t(), bias)
-        if func in _GROUPED:
+        if func in GROUPED_PRODUCTS:
             return _grouped(*args, **kwargs)
-        if func in _OTHER_PRODUCTS and args[-1].shape[-2] > 1:
+        if func in UNSUPPORTED_PRODUCTS and args[-1].shape[-2] > 1:
             raise ValueError(
                 f"batch_invariant does not support this model: it calls {func.__name__}, as "
                 "attention with a softcap or sinks does"

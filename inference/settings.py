@@ -85,10 +85,10 @@ def resolve_settings(
         max_model_len_reason="" if limit is None or longest < limit.length else limit.reason,
         max_waiting=None if max_waiting is None else check_positive("max_waiting", max_waiting),
         target_itl=_target_itl(model, target_itl),
-        keep_memory=_check_flag("keep_memory", keep_memory),
+        keep_memory=check_flag("keep_memory", keep_memory),
         dtype=check_dtype(dtype),
-        cuda_graphs=_check_flag("cuda_graphs", cuda_graphs),
-        debug=_check_flag("debug", debug),
+        cuda_graphs=check_flag("cuda_graphs", cuda_graphs),
+        debug=check_flag("debug", debug),
     )
 
 
@@ -113,7 +113,8 @@ def check_positive(name: str, value: int | None, default: int | None = None) -> 
     return int(value)
 
 
-def _check_flag(name: str, value: bool) -> bool:
+def check_flag(name: str, value: bool) -> bool:
+    """Return a flag that is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}; pass True or False")
     return value

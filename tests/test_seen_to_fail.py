@@ -1,7 +1,9 @@
 """Each of these tests fails when the package has the fault it is there for.
 
 Faults are put into the modules of the test's process and of every process it starts (`seeded/`).
-Those of the planner, the packer, the allocator and the scheduler are seeded beside their tests.
+They replace public functions, methods and classes, or what a module imports: renaming a private
+function breaks none of them. Underscores are names of libraries; the one exception is `_drive`.
+Faults of the planner, the packer, the allocator and the scheduler are seeded beside their tests.
 """
 
 from __future__ import annotations
@@ -18,15 +20,14 @@ import pytest
 TESTS = Path(__file__).parent
 FAULTS = {
     "a copy of a weight outlives its step": (
-        "runtime/test_weight_cast.py", "nopad.runtime.weight_cast", "_free_copies = lambda: None",
+        "runtime/test_weight_cast.py",
+        "nopad.runtime.weight_cast", "register_optimizer_step_post_hook = lambda hook: None",
     ),
     "nobody fuses the layers": (
         "trainer/test_fused_by_default.py", "nopad.trainer.with_hf.trainer",
-        "prepare = PackedTrainerMixin._prepare_model\n"
-        "def quiet(self):\n"
-        "    self.fuses_layers = False\n"
-        "    prepare(self)\n"
-        "PackedTrainerMixin._prepare_model = quiet",
+        "begin = PackedTrainerMixin.__init__\n"
+        "PackedTrainerMixin.__init__ = lambda self, *a, **k: begin(\n"
+        "    self, *a, **{**k, 'fused': False})",
     ),
     "an adapter has no gradient": (
         "trainer/fused/test_interpreted.py", "nopad.trainer.fused.linear_group",
@@ -34,14 +35,21 @@ FAULTS = {
     ),
     "a place in a shard is one pack behind": (
         "packing/sources/test_source_raises.py", "nopad.packing.readers.shard_reader",
-        "cursor = ShardReader._make_cursor\n"
-        "ShardReader._make_cursor = lambda self: "
-        "{**cursor(self), 'packs_since': max(0, self._packs_since - 1)}",
+        "right = ShardReader.next_pack\n"
+        "def next_pack(self):\n"
+        "    pack = right(self)\n"
+        "    if pack is not None:\n"
+        "        pack.cursor['packs_since'] = max(0, pack.cursor['packs_since'] - 1)\n"
+        "    return pack\n"
+        "ShardReader.next_pack = next_pack",
     ),
     "empty packs are packs of a longer pass": (
-        "packing/test_pass_end.py::test_a_longer_pass_has_the_packs_that_empty_ones_stood_for",
+        "packing/test_pass_end.py::"
+        "test_a_longer_pass_has_the_packs_that_empty_ones_stood_for",
         "nopad.packing.readers.planned",
-        "PlannedPacks._pass_end = lambda self, position, max_packs: position.index",
+        "right = PlannedPacks.resume_position\n"
+        "PlannedPacks.resume_position = lambda self, state, epochs: replace(\n"
+        "    right(self, state, epochs), index=state['position']['index'])",
     ),
     "a shard without rows gives no pack": (
         "packing/test_pass_end.py::test_shards_without_rows_can_be_counted_and_resumed",
@@ -81,20 +89,24 @@ FAULTS = {
         "packing/readers/test_streamed.py::"
         "test_documents_of_an_epoch_are_packed_before_those_of_the_next",
         "nopad.packing.readers.shard_reader",
-        "feed = ShardReader._feed\n"
-        "def keep_pending(self):\n"
+        "begin = ShardReader.__init__\n"
+        "def keep_pending(self, *settings):\n"
+        "    begin(self, *settings)\n"
         "    if self.end_epoch is None:\n"
         "        self.packer.finish = lambda: iter(())\n"
-        "    return feed(self)\n"
-        "ShardReader._feed = keep_pending",
+        "ShardReader.__init__ = keep_pending",
     ),
     "a stream reports what it has read ahead": (
         "packing/readers/test_streamed.py::"
         "test_the_report_of_a_stream_is_of_the_packs_that_were_trained",
         "nopad.packing.readers.shard_reader",
-        "counters = ShardReader._counters\n"
-        "ShardReader._counters = lambda self: "
-        "{**counters(self), 'counts': self.packer.counts.as_list()}",
+        "right = ShardReader.next_pack\n"
+        "def next_pack(self):\n"
+        "    pack = right(self)\n"
+        "    if pack is not None:\n"
+        "        pack.cursor['counts'] = self.packer.counts.as_list()\n"
+        "    return pack\n"
+        "ShardReader.next_pack = next_pack",
     ),
     "a loader's step ahead is reported as trained": (
         "trainer/data/test_loader.py::"
@@ -123,7 +135,8 @@ FAULTS = {
         "trainer/monitoring/test_preflight.py::"
         "test_the_banner_of_a_mixture_is_that_of_its_epoch",
         "nopad.trainer.monitoring.preflight",
-        "_describe_mixture = lambda report: []",
+        "right = check_run\n"
+        "check_run = lambda *a: [line for line in right(*a) if not line.startswith('of an epoch')]",
     ),
     "every source has one key": (
         "packing/encoding/test_token_cache.py", "nopad.packing.encoding.token_cache",
@@ -140,13 +153,16 @@ FAULTS = {
     "a limited validation counts the whole set": (
         "trainer/with_lightning/test_validation.py", "nopad.trainer.data.loader",
         "begin = EvaluationLoader.__init__\n"
-        "EvaluationLoader.__init__ = lambda self, data, how=None, limit=None: "
-        "begin(self, data, how)",
+        "EvaluationLoader.__init__ = lambda self, data, how=None, limit=None, layout=None: "
+        "begin(self, data, how, layout=layout)",
     ),
     "nobody watches the workers": (
-        "trainer/data/test_worker_watch.py::test_whoever_dies_it_is_told_and_nothing_is_left",
+        "trainer/data/test_worker_watch.py::"
+        "test_whoever_dies_it_is_told_and_nothing_is_left",
         "nopad.trainer.data.worker_watch",
-        "WorkerWatch._raise_if_dead = lambda self, within=0: None",
+        "from contextlib import nullcontext\n"
+        "WorkerWatch.__enter__ = lambda self: self\n"
+        "WorkerWatch.reading = lambda self: nullcontext()",
     ),
     "a round ends with its first pack": (
         "trainer/test_rank_trials.py::test_uneven_ranks_stop_after_the_same_step",
@@ -161,12 +177,23 @@ FAULTS = {
     "steps are counted once": (
         "trainer/with_hf/test_epochs.py::"
         "test_steps_are_counted_with_the_accumulation_of_the_accelerator",
-        "nopad.trainer.with_hf.trainer", "PackedTrainerMixin._counts_epochs = lambda self: False",
+        "nopad.trainer.with_hf.trainer",
+        "right, counts = set_epochs, []\n"
+        "def set_epochs(*a):\n"
+        "    counts.append(right(*a))\n"
+        "    return counts[-1]\n"
+        "count_again = lambda *_: counts[0]",
     ),
     "a batch that failed is counted": (
         "trainer/with_lightning/test_failed_steps.py",
         "nopad.trainer.with_lightning.packed_callback",
-        "_count_complete_steps = lambda *_: None",
+        "from copy import deepcopy\n"
+        "right = PackedCallback.on_load_checkpoint\n"
+        "def on_load_checkpoint(self, trainer, module, checkpoint):\n"
+        "    loops = deepcopy(checkpoint['loops'])\n"
+        "    right(self, trainer, module, checkpoint)\n"
+        "    checkpoint['loops'] = loops\n"
+        "PackedCallback.on_load_checkpoint = on_load_checkpoint",
     ),
     "a resumed run counts its steps again": (
         "trainer/with_hf/test_epochs_resumed.py", "nopad.trainer.with_hf.trainer",
@@ -189,7 +216,13 @@ FAULTS = {
     "a signal before the training is lost": (
         "trainer/test_graceful_stop.py::"
         "test_a_signal_to_an_outer_request_is_heard_by_the_inner_one",
-        "nopad.trainer.graceful_stop", "StopRequest._take_over = lambda *_: None",
+        "nopad.trainer.graceful_stop",
+        "right = StopRequest.listen\n"
+        "def listen(self):\n"
+        "    received = self.received\n"
+        "    right(self)\n"
+        "    self.received = received\n"
+        "StopRequest.listen = listen",
     ),
     "the last archive is taken as it is": (
         "trainer/test_checkpoint_manifest.py::"
@@ -214,7 +247,7 @@ FAULTS = {
     "ranks are not compared": (
         "trainer/data/test_loader.py::"
         "test_ranks_with_other_data_or_settings_are_told_before_the_first_step",
-        "nopad.trainer.data.loader", "PackedLoader._check_same_data = lambda self: None",
+        "nopad.trainer.data.loader", "enumerate = lambda others, start: ()",
     ),
     "something is kept of every pack": (
         "packing/test_bounds.py::"
@@ -224,10 +257,11 @@ FAULTS = {
         "Pack.__post_init__ = lambda self: kept.append(b'x' * 200_000 + bytes(1)) or check(self)",
     ),
     "ids of a prompt are not checked": (
-        "inference/test_engine.py::"
-        "test_a_poisonous_request_harms_itself_only",
+        "inference/test_engine.py::test_a_poisonous_request_harms_itself_only",
         "nopad.inference.requests.tokenization",
-        "TokenizerAdapter._check_vocabulary = lambda *_: None",
+        "right = TokenizerAdapter.encode\n"
+        "TokenizerAdapter.encode = lambda self, *a, **k: right("
+        "self, *a, **{**k, 'vocab_size': 1 << 62})",
     ),
     "requests that failed are omitted": (
         "inference/test_engine.py::"
@@ -237,10 +271,11 @@ FAULTS = {
         "Engine.generate = lambda *a, **k: [c for c in whole(*a, **k) if c.error is None]",
     ),
     "an update of the weights is overlooked": (
-        "inference/live_model/test_no_trace.py::test_cycles_of_update_and_evaluation_equal_a_fresh_engine",
+        "inference/live_model/test_no_trace.py::"
+        "test_cycles_of_update_and_evaluation_equal_a_fresh_engine",
         "nopad.inference.live_model.weights_version",
         "look = WeightsVersion.refresh\n"
-        "WeightsVersion.refresh = lambda self: bool(not self._tensors_seen and look(self))",
+        "WeightsVersion.refresh = lambda self: bool(not self.number and look(self))",
     ),
     "nobody waits for the model": (
         "inference/test_threads.py", "nopad.inference.live_model.model_lock",
@@ -258,10 +293,13 @@ FAULTS = {
     "a context is any model's": (
         "attention/hf/test_model_support.py::"
         "test_models_of_two_threads_do_not_read_each_other_s_context",
-        "nopad.attention.hf.forward_context", "_Context.is_for = lambda self, module: True",
+        "nopad.attention.hf.forward_context",
+        "right = forward_context\n"
+        "forward_context = lambda varlen, model=None: right(varlen)",
     ),
     "a rank that shares a model is on its own": (
-        "runtime/test_layout.py", "nopad.runtime.layout_detection", "_KIND_OF.pop('tp')",
+        "runtime/test_layout.py",
+        "nopad.runtime.layout_detection", "replica_mesh = lambda model: None",
     ),
     "a checkpoint forgets the draws": (
         "trainer/data/test_draw_counts.py", "nopad.trainer.data.data_state", "draw_counts = dict",
@@ -285,13 +323,10 @@ FAULTS = {
     ),
     "scores that are not numbers are kept": (
         "inference/live_model/test_odd_weights.py", "nopad.inference.scheduling.loop",
-        "store = StepLoop._store_scores\n"
-        "def _keep(self, step, output):\n"
-        "    finish, self._finish = self._finish, lambda *_: None\n"
-        "    store(self, step, output)\n"
-        "    self._finish = finish\n"
-        "    return []\n"
-        "StepLoop._store_scores = _keep",
+        "from types import SimpleNamespace\n"
+        "right = np\n"
+        "np = SimpleNamespace(\n"
+        "    isnan=lambda values: right.zeros(len(values), bool), delete=right.delete)",
     ),
     "compiled code is called": (
         "inference/live_model/test_compiled_models.py", "nopad.inference.live_model.borrow",
@@ -303,22 +338,23 @@ FAULTS = {
     ),
     "every position table is the text's": (
         "inference/test_settings.py::test_the_vision_towers_positions_are_not_the_texts",
-        "nopad.inference.settings", "_text_modules = lambda model: model.named_modules()",
+        "nopad.inference.settings", "vars = lambda module: {}",
     ),
     "the padding of a captured step is written": (
         "inference/execution/test_step_graphs.py", "nopad.inference.execution.cuda_graphs",
-        "_blank = blank_arrays\n"
+        "right = blank_arrays\n"
         "def blank_arrays(shape, padding_row):\n"
-        "    return _blank(shape, padding_row)._replace(kv_slots=__import__('numpy').zeros("
-        "shape.num_tokens, 'int64'))\n"
-        "import nopad.inference.execution.graph_shape as _shapes\n"
-        "_shapes.blank_arrays = blank_arrays",
+        "    slots = __import__('numpy').zeros(shape.num_tokens, 'int64')\n"
+        "    return right(shape, padding_row)._replace(kv_slots=slots)\n"
+        "import nopad.inference.execution.graph_shape as shapes\n"
+        "shapes.blank_arrays = blank_arrays",
     ),
     "a context loses its first token": (
         "inference/harness/test_harness.py::test_scores_equal_those_of_lm_evals_own_model",
         "nopad.inference.harness.engine_lm",
-        "EngineLM._truncate = "
-        "lambda self, before, after: (tuple(before[1:] or before), tuple(after))",
+        "right = DataParallelEngine.score\n"
+        "DataParallelEngine.score = lambda self, contexts, *a, **k: right(\n"
+        "    self, [ids[1:] or ids for ids in contexts], *a, **k)",
     ),
     "answers of several ranks come back in another order": (
         "trainer/evaluation/test_ranks.py::test_uneven_ranks_never_hang",
@@ -331,7 +367,10 @@ FAULTS = {
         "packing/sources/test_hostile_names.py::"
         "test_a_decompression_bomb_is_bounded_by_the_limit_of_a_line",
         "nopad.packing.sources.jsonl",
-        "_bounded_line = lambda file: ((line := file.readline(1 << 40)), len(line))",
+        "right = compressed_lines\n"
+        "def compressed_lines(path, shard, shards, offset, read_line):\n"
+        "    whole = lambda file: ((line := file.readline(1 << 40)), len(line))\n"
+        "    return right(path, shard, shards, offset, whole)",
     ),
     "packs leave in the order of their lengths": (
         "packing/test_order.py::test_a_place_tells_nothing_of_length_epoch_or_seed",
@@ -378,9 +417,14 @@ FAULTS = {
         "    return right(bounds[[0, -1]], int(bounds[-1]), **how)",
     ),
     "labels are counted on every rank of a group": (
-        "trainer/layouts/test_layouts.py::test_two_ranks_train_as_one", "nopad.trainer.data.loader",
-        "PackedLoader._per_replica = "
-        "lambda self, total: max(total, 1.0) / self.layout.data_size",
+        "trainer/layouts/test_layouts.py::test_two_ranks_train_as_one",
+        "nopad.trainer.data.loader",
+        "right = PackedLoader.__iter__\n"
+        "def __iter__(self):\n"
+        "    for batch in right(self):\n"
+        "        batch['num_items_in_batch'] *= self.layout.world_size // self.layout.data_size\n"
+        "        yield batch\n"
+        "PackedLoader.__iter__ = __iter__",
     ),
     "the trainer takes a group for one rank": (
         "trainer/layouts/test_front_end_layouts.py", "nopad.trainer.with_hf.trainer",
@@ -410,11 +454,14 @@ FAULTS = {
         "trainer/layouts/test_model_parallel.py::"
         "test_accelerate_s_loader_counts_its_replicas_before_it_is_read",
         "nopad.trainer.with_accelerate.loader",
-        "PackedAccelerateLoader._find_layout = lambda self: find_layout()",
+        "right = find_layout\n"
+        "find_layout = lambda *_, **__: right()",
     ),
     "the sizes of a launch are not read": (
         "recipes/test_launch.py::test_accelerate_reads_what_the_file_says",
-        "nopad.runtime.layout_detection", "_accelerate_sizes = lambda: iter(())",
+        "nopad.runtime.layout_detection",
+        "from types import SimpleNamespace\n"
+        "os, sys = SimpleNamespace(environ={}), SimpleNamespace(modules={})",
     ),
     "ids are checked in the first step only": (
         "trainer/test_bad_input.py::"
@@ -422,14 +469,18 @@ FAULTS = {
         "nopad.trainer.data.model_limits", "ModelLimits.check = lambda *_: None",
     ),
     "options without effect are taken": (
-        "trainer/with_hf/test_options.py", "nopad.trainer.with_hf.arguments",
-        "_check_arguments = lambda *_: None",
+        "trainer/with_hf/test_options.py",
+        "nopad.trainer.with_hf.arguments", "check_arguments = lambda *_: None",
     ),
     "a second training begins the data again": (
         "trainer/with_hf/test_eval_sets.py::"
         "test_a_second_training_continues_with_the_next_packs",
         "nopad.trainer.with_hf.trainer",
-        "PackedTrainerMixin._continue_data = lambda self: None",
+        "right = PackedTrainerMixin.get_train_dataloader\n"
+        "def get_train_dataloader(self):\n"
+        "    self.train_dataset.rewind()\n"
+        "    return right(self)\n"
+        "PackedTrainerMixin.get_train_dataloader = get_train_dataloader",
     ),
     "a small set holds nothing out": (
         "recipes/support/test_holdout.py::"
@@ -466,12 +517,11 @@ FAULTS = {
     "a bomb is as large as its file": (
         "packing/sources/test_hostile_names.py::test_a_source_is_small_by_what_comes_out_of_it[gz]",
         "nopad.packing.sources.decompress",
-        "decompressed_size = lambda path, limit: 5 * path.stat().st_size",
+        "decompressed_bytes = lambda paths, sizes: 5 * sum(sizes)",
     ),
     "a turn of weight 0 counts": (
         "packing/encoding/test_chat.py::test_a_turn_that_says_it_does_not_count_is_no_label",
-        "nopad.packing.encoding.chat",
-        "_is_trained = lambda turn, message: message['role'] == 'assistant'",
+        "nopad.packing.encoding.chat", "TURN_FLAGS = ()",
     ),
     "a position may be anywhere": (
         "packing/state/test_refused_states.py::"
@@ -493,7 +543,8 @@ FAULTS = {
         "recipes/support/test_stdlib_corpus.py::"
         "test_a_completion_counts_if_python_can_parse_enough_of_it",
         "nopad.recipes.support.stdlib_corpus",
-        "_parse = str",
+        "parses = lambda text, reference=None: float(\n"
+        "    sum(not character.isspace() for character in text) >= MIN_VISIBLE)",
     ),
     "any node of a settings file is taken": (
         "recipes/support/test_arguments.py::"
@@ -548,16 +599,18 @@ FAULTS = {
     ),
     "every rank agrees with itself": (
         "cli/test_doctor_distributed.py", "nopad.cli.doctor_distributed",
-        "_require = lambda condition, fault: None",
+        "right = Row\n"
+        "Row = lambda name, faults, *rest, **named: right(name, {}, *rest, **named)",
     ),
     "models stay in eval mode": (
         "trainer/test_train_mode.py", "nopad.trainer.train_mode",
         "ensure_train_mode = lambda model: None",
     ),
     "the doctor knows of no repair": (
-        "cli/test_doctor.py::"
-        "test_what_is_said_of_our_trainers_is_what_their_check_does",
-        "nopad.cli.doctor_isolation", "_is_repaired = lambda *_: False",
+        "cli/test_doctor.py::test_what_is_said_of_our_trainers_is_what_their_check_does",
+        "nopad.cli.doctor_isolation",
+        "right = check_packed\n"
+        "check_packed = lambda *a, repair=False, **k: right(*a, **k)",
     ),
     "an argument is not explained": (
         "test_reference.py::test_every_argument_is_explained", "nopad.packing.dataset",
@@ -576,7 +629,9 @@ FAULTS = {
     ),
     "no rounding is allowed": (
         "trainer/monitoring/test_packing_check.py::test_experts_pass_in_any_precision",
-        "nopad.trainer.monitoring.packing_check", "_NOISE_FACTOR = 0",
+        "nopad.trainer.monitoring.packing_check",
+        "from contextlib import nullcontext\n"
+        "embeddings_replaced = lambda *_: nullcontext()",
     ),
     "no gradient is looked for": (
         "trainer/monitoring/test_packing_check.py::test_a_weak_leak_is_seen",
@@ -584,7 +639,7 @@ FAULTS = {
     ),
     "packed is not compared with alone": (
         "trainer/monitoring/test_packing_check.py::test_every_fault_is_seen",
-        "nopad.trainer.monitoring.packing_check", "_beyond_noise = lambda *a: 0.0",
+        "nopad.trainer.monitoring.packing_check", "measure_difference = lambda *a, **k: 0.0",
     ),
     "the start check has no long row": (
         "trainer/monitoring/test_packing_check.py::test_every_fault_is_seen",
@@ -600,7 +655,7 @@ FAULTS = {
     "a tiny model has the layers of the default config": (
         "cli/test_doctor.py::"
         "test_a_type_is_examined_with_every_kind_of_layer_that_it_can_have[lfm2]",
-        "nopad.cli.tiny_model", "_named_layer_types = lambda config, name: []",
+        "nopad.cli.tiny_model", "ALLOWED_LAYER_TYPES = ()",
     ),
     "nobody asks which layers are lacking": (
         "cli/test_doctor.py::test_kinds_of_layers_that_the_tiny_model_of_a_config_lacks_are_told",
@@ -610,26 +665,34 @@ FAULTS = {
         "attention/hf/test_model_zoo.py::"
         "test_packed_is_one_by_one_is_paged_except_where_listed[qwen2_moe]",
         "nopad.attention.hf.interface",
-        "_window = lambda module, kwargs: kwargs.get('sliding_window')",
+        "right = attention\n"
+        "attention = lambda *a, **k: right(*a, **{'sliding_window': None, **k})",
     ),
     "a metric is averaged over the examples it did not fail on": (
         "trainer/evaluation/test_generation_eval.py::"
         "test_a_metric_that_raises_on_some_examples_has_no_mean",
         "nopad.trainer.evaluation.scoring",
-        "right = _apply\n"
-        "_apply = lambda metrics, index, example, completion, errors: "
-        "right(metrics, index, example, completion, {n: [] for n in metrics}) "
-        "| {n: 1.0 for n in metrics}",
+        "right = score_completions\n"
+        "def forgive(metric):\n"
+        "    def value(*a):\n"
+        "        try:\n"
+        "            return metric(*a)\n"
+        "        except Exception:\n"
+        "            return 1.0\n"
+        "    return value\n"
+        "score_completions = lambda metrics, *rest: right(\n"
+        "    {name: forgive(metric) for name, metric in metrics.items()}, *rest)",
     ),
     "errors of metrics are never raised": (
         "trainer/evaluation/test_generation_eval.py::"
         "test_a_metric_that_returns_no_number_is_told_beside_other_errors",
         "nopad.trainer.evaluation.generation_eval",
-        "begin = GenerationEval._evaluate\n"
-        "def quiet(self, plan):\n"
-        "    self._on_error = 'report'\n"
-        "    return begin(self, plan)\n"
-        "GenerationEval._evaluate = quiet",
+        "from dataclasses import replace\n"
+        "right = score_completions\n"
+        "def score_completions(*a):\n"
+        "    scores = right(*a)\n"
+        "    errors = join_errors(scores.request_errors, scores.metric_errors)\n"
+        "    return replace(scores, request_errors=errors, metric_errors=None)",
     ),
     "the first sample alone is scored": (
         "trainer/evaluation/test_generation_eval.py::test_all_samples_of_a_prompt_are_scored",
@@ -651,7 +714,9 @@ FAULTS = {
     ),
     "a misspelled parameter is another field": (
         "cli/test_generate.py::test_a_misspelled_parameter_is_refused_with_the_right_name",
-        "nopad.cli.prompt_file", "_check_spelling = lambda *_: None",
+        "nopad.cli.prompt_file",
+        "from types import SimpleNamespace\n"
+        "difflib = SimpleNamespace(get_close_matches=lambda *_: [])",
     ),
     "padding is that of uncut samples": (
         "cli/test_inspect_data.py::test_padded_fill_is_that_of_the_samples_as_they_are_cut",
@@ -678,18 +743,25 @@ FAULTS = {
         "trainer/with_accelerate/test_loader.py::"
         "test_a_validation_inside_a_step_moves_no_optimizer_step",
         "nopad.trainer.with_accelerate.loader",
-        "def begin(self):\n"
-        "    DataLoaderStateMixin.begin(self)\n"
-        "    self.accelerator.step = 0\n"
-        "PackedAccelerateLoader.begin = begin\n"
-        "PackedAccelerateLoader._align = lambda self, done: None\n"
-        "PackedAccelerateLoader._leave = lambda self, *_: self.end()",
+        "right = PackedAccelerateLoader.__iter__\n"
+        "def __iter__(self):\n"
+        "    step = 0\n"
+        "    for batch in right(self):\n"
+        "        self.accelerator.step = step\n"
+        "        yield batch\n"
+        "        step = self.accelerator.step\n"
+        "    self.accelerator.step = step\n"
+        "PackedAccelerateLoader.__iter__ = __iter__",
     ),
     "gradients of a step that was left stay": (
         "trainer/with_accelerate/test_loader.py::"
         "test_a_step_that_a_loop_has_left_is_trained_again",
         "nopad.trainer.with_accelerate.loader",
-        "PackedAccelerateLoader._discard_left_step = lambda self: None",
+        "right = PackedAccelerateLoader.__iter__\n"
+        "def __iter__(self):\n"
+        "    vars(self.accelerator).pop('nopad_left_step', None)\n"
+        "    return right(self)\n"
+        "PackedAccelerateLoader.__iter__ = __iter__",
     ),
     "manual steps are not noticed": (
         "trainer/with_lightning/test_own_steps.py", "nopad.trainer.with_lightning.packed_callback",
@@ -699,27 +771,42 @@ FAULTS = {
         "trainer/with_accelerate/test_loader.py::"
         "test_a_validation_gives_the_token_mean_whatever_the_accumulation",
         "nopad.trainer.data.loader",
-        "EvaluationLoader._items = lambda self, step: step.batches[0][1].loss_weight",
+        "right = EvaluationLoader.__iter__\n"
+        "def __iter__(self):\n"
+        "    for batch in right(self):\n"
+        "        labels = int((batch['labels'][..., 1:] != -100).sum())\n"
+        "        yield {**batch, 'num_items_in_batch': max(1, labels)}\n"
+        "EvaluationLoader.__iter__ = __iter__",
     ),
     "only the first model is looked at": (
         "trainer/with_lightning/test_two_models.py", "nopad.trainer.with_lightning.hooks",
         "trained_lms = lambda module: [unwrap_peft(pretrained_models(module)[0])]",
     ),
     "a teacher is not looked at": (
-        "trainer/with_lightning/test_two_models.py", "nopad.trainer.with_lightning.packed_callback",
-        "PackedCallback._check_others_when_packed = lambda *_: None",
+        "trainer/with_lightning/test_two_models.py",
+        "nopad.trainer.with_lightning.packed_callback",
+        "from types import SimpleNamespace\n"
+        "check_when_packed = lambda *_: SimpleNamespace(remove=lambda: None)",
     ),
     "nobody notices a loss of one's own": (
         "trainer/with_lightning/test_own_steps.py", "nopad.trainer.with_lightning.packed_callback",
-        "PackedCallback._measure = lambda *_, **__: None",
+        "right = print_banner\n"
+        "print_banner = lambda lines: right([line for line in lines if OWN_LOSS not in line])",
     ),
     "masks are repaired for labels only": (
         "trainer/loss/test_stock_attention.py::"
         "test_a_loss_of_ones_own_from_repaired_logits_is_that_of_the_model",
         "nopad.trainer.loss.attached_loss",
-        "repair = AttachedLoss._document_mask\n"
-        "AttachedLoss._document_mask = lambda self, *row: "
-        "repair(self, *row) if self._targets is not None else nullcontext()",
+        "repair, run, has_labels = document_mask, AttachedLoss.run, False\n"
+        "document_mask = lambda *row: repair(*row) if has_labels else nullcontext()\n"
+        "def run_with_labels(self, *a):\n"
+        "    global has_labels\n"
+        "    has_labels = True\n"
+        "    try:\n"
+        "        return run(self, *a)\n"
+        "    finally:\n"
+        "        has_labels = False\n"
+        "AttachedLoss.run = run_with_labels",
     ),
     "the packs of a step are forgotten": (
         "trainer/test_step_size.py", "nopad.trainer.data.data_state",
@@ -737,14 +824,17 @@ FAULTS = {
         "inference/test_threads.py::"
         "test_a_fault_of_one_call_harms_no_call_that_shares_its_steps",
         "nopad.inference.request_runner",
-        "end = RequestRunner.fail_all\n"
+        "calls, begin, end = [], Call.start, RequestRunner.fail_all\n"
+        "def start(self, *a):\n"
+        "    begin(self, *a)\n"
+        "    calls.append(self)\n"
         "def fail_all(self, error):\n"
-        "    calls = list(self._calls)\n"
+        "    running = [call for call in calls if call.is_started and not call.is_over]\n"
         "    end(self, error)\n"
-        "    for call in calls:\n"
+        "    for call in running:\n"
         "        call.collect()\n"
         "        call.is_started = call.is_over = True\n"
-        "RequestRunner.fail_all = fail_all",
+        "Call.start, RequestRunner.fail_all = start, fail_all",
     ),
     "the last thread gets the model first": (
         "inference/live_model/test_model_lock.py", "nopad.inference.live_model.model_lock",
@@ -758,7 +848,15 @@ FAULTS = {
     "a stop string is looked for after the prompt": (
         "inference/harness/test_harness.py::"
         "test_answers_equal_hf_where_the_first_space_of_a_text_is_dropped",
-        "nopad.inference.harness.engine_lm", "EngineLM._is_complete = lambda *_: True",
+        "nopad.inference.harness.engine_lm",
+        "right = DataParallelEngine.generate\n"
+        "def generate(self, *a, **k):\n"
+        "    completions = right(self, *a, **k)\n"
+        "    for completion in completions:\n"
+        "        if completion.finish_reason == 'stop':\n"
+        "            completion.finish_reason = 'length'\n"
+        "    return completions\n"
+        "DataParallelEngine.generate = generate",
     ),
     "add_bos_token is ignored": (
         "inference/harness/test_harness.py::"
@@ -771,21 +869,23 @@ FAULTS = {
     "every batch adds its auxiliary loss": (
         "trainer/loss/test_auxiliary_loss.py", "nopad.trainer.loss.auxiliary_loss",
         "right = AuxiliaryLoss.begin\n"
-        "def begin(self, *args):\n"
-        "    right(self, *args)\n"
-        "    if self._batch is not None:\n"
-        "        self._batch.weight, self._batch.divisor = torch.ones(()), 1\n"
-        "AuxiliaryLoss.begin = begin",
+        "AuxiliaryLoss.begin = lambda self, kwargs, targets, weights, divisor, shards: right(\n"
+        "    self, kwargs, targets, torch.ones(1), 1, shards)",
     ),
     "padding is balanced over the experts": (
         "trainer/loss/test_auxiliary_loss.py::test_padding_does_not_count",
-        "nopad.trainer.loss.auxiliary_loss", "_counted_tokens = lambda *_: None",
+        "nopad.trainer.loss.auxiliary_loss",
+        "right = AuxiliaryLoss.begin\n"
+        "AuxiliaryLoss.begin = lambda self, kwargs, *rest: right(\n"
+        "    self, {**kwargs, 'cu_seq_lens_q': None}, *rest)",
     ),
     "a part of a row has an auxiliary loss of its own": (
         "trainer/layouts/test_layouts.py::"
         "test_the_auxiliary_loss_is_that_of_one_rank_in_every_layout",
         "nopad.trainer.loss.auxiliary_loss",
-        "AuxiliaryLoss._join_rows = lambda *_: None\n_counted_tokens = lambda *_: None",
+        "right = AuxiliaryLoss.begin\n"
+        "AuxiliaryLoss.begin = lambda self, kwargs, targets, weights, divisor, shards: right(\n"
+        "    self, {**kwargs, 'cu_seq_lens_q': None}, targets, weights, divisor, None)",
     ),
     "compiled layers return no router logits": (
         "trainer/loss/test_auxiliary_loss.py::test_compiled_layers_have_the_same_from_one_graph",
@@ -795,7 +895,7 @@ FAULTS = {
     ),
     "the head is taken as it is": (
         "trainer/loss/test_head_bypass.py", "nopad.trainer.loss.head_bypass",
-        "_is_called_plainly = lambda head: True",
+        "has_plain_head = lambda model, head: isinstance(head, nn.Linear)",
     ),
     "the bias is added to scaled logits": (
         "trainer/loss/test_head_bypass.py::test_the_bias_of_a_head_is_scaled_with_the_logits",
@@ -808,23 +908,34 @@ FAULTS = {
         "nopad.trainer.loss.head_bypass", "NoLogits = lambda: None",
     ),
     "an activation is looked at once": (
-        "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fusion_patterns",
-        "_is_plain_silu = lambda act: True",
+        "trainer/fused/test_interpreted.py",
+        "nopad.trainer.fused.fusion_patterns", "has_no_hooks = lambda module: True",
     ),
     "a norm may be wider than its gain": (
         "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fusion_patterns",
-        "_fits = lambda x, norm: True",
+        "right = RMSNormPart.forward\n"
+        "def forward(module, fallback, *args, **kwargs):\n"
+        "    if len(args) != 1 or kwargs or not can_run(args[0]) or not is_as_verified(module):\n"
+        "        return right(module, fallback, *args, **kwargs)\n"
+        "    from .rms_norm import rms_norm\n"
+        "    return rms_norm(args[0], module.weight, rms_norm_eps(module))\n"
+        "RMSNormPart.forward = staticmethod(forward)",
     ),
     "a count that is dropped is lost": (
         "trainer/with_hf/test_trainer.py::"
         "test_the_gradient_of_a_step_is_that_of_its_samples_one_by_one",
         "nopad.trainer.with_hf.trainer",
-        "PackedTrainerMixin._overrides_loss = lambda self: False",
+        "right = PackedTrainerMixin.get_batch_samples\n"
+        "def get_batch_samples(self, *a, **k):\n"
+        "    batches, items = right(self, *a, **k)\n"
+        "    kept = [{n: v for n, v in b.items() if n != 'num_items_in_batch'} for b in batches]\n"
+        "    return kept, items\n"
+        "PackedTrainerMixin.get_batch_samples = get_batch_samples",
     ),
     "a loss below the mixin is passed over": (
         "trainer/with_hf/test_own_loss.py::"
         "test_a_loss_below_the_mixin_is_refused_and_called_above_it",
-        "nopad.trainer.with_hf.trainer", "_check_losses = lambda trainer: None",
+        "nopad.trainer.with_hf.trainer", "check_compute_loss = lambda trainer: None",
     ),
     "evaluations do not tell the count": (
         "trainer/with_hf/test_own_loss.py::"
@@ -843,9 +954,16 @@ FAULTS = {
         "trainer/with_hf/test_eval_sets.py::"
         "test_trl_s_metrics_of_an_evaluation_are_means_over_tokens",
         "nopad.trainer.with_hf.trainer",
-        "def _set_means(metrics, right, entropy, labels):\n"
-        "    metrics['mean_token_accuracy'].append(right / max(1, labels))\n"
-        "    metrics['entropy'].append(entropy / max(1, labels))",
+        "right = PackedTrainerMixin.compute_loss\n"
+        "def compute_loss(self, *a, **k):\n"
+        "    names = 'mean_token_accuracy', 'entropy'\n"
+        "    metrics = trl_log(self)['train' if self.model.training else 'eval']\n"
+        "    before = {name: metrics.pop(name, []) for name in names}\n"
+        "    loss = right(self, *a, **k)\n"
+        "    for name in names:\n"
+        "        metrics[name] = before[name] + metrics.get(name, [])\n"
+        "    return loss\n"
+        "PackedTrainerMixin.compute_loss = compute_loss",
     ),
     "the last step alone is measured": (
         "trainer/with_hf/test_eval_sets.py::"
@@ -862,7 +980,10 @@ FAULTS = {
     ),
     "labels of documents are dropped": (
         "collators/test_packed.py::test_what_packing_refuses_is_refused_of_plain_rows_too",
-        "nopad.collators.features", "_check_labels = lambda row: None",
+        "nopad.collators.features",
+        "right = as_samples\n"
+        "as_samples = lambda rows: right(\n"
+        "    [{name: value for name, value in row.items() if name != 'label'} for row in rows])",
     ),
     "any collator is taken": (
         "trainer/with_hf/test_trainer.py::"
@@ -883,8 +1004,8 @@ FAULTS = {
         "nopad.packing.planning.packer", "Packer.flush = lambda self: iter(())",
     ),
     "packs of an interval come by chance": (
-        "packing/planning/test_share_order.py", "nopad.packing.planning.share_order",
-        "_even_order = lambda excess, limit: np.arange(len(excess))",
+        "packing/planning/test_share_order.py",
+        "nopad.packing.planning.share_order", "order_by_shares = lambda plan, *_, **__: plan",
     ),
     "an epoch forgets what the one before owes a source": (
         "packing/ordering/test_mixture.py::"
@@ -904,11 +1025,13 @@ FAULTS = {
     "shares are those of the whole run": (
         "trainer/monitoring/test_throughput.py::test_tokens_and_shares_are_told_by_source",
         "nopad.trainer.monitoring.throughput",
-        "right = ThroughputMeter._read_sources\n"
-        "def _read_sources(self):\n"
-        "    self._tokens_of = self._tokens_seen_of\n"
-        "    return right(self)\n"
-        "ThroughputMeter._read_sources = _read_sources",
+        "right = ThroughputMeter.read\n"
+        "def read(self):\n"
+        "    rates = right(self)\n"
+        "    shares = [name for name in rates if name.startswith('share_')]\n"
+        "    tokens = {name: rates[name.replace('share_', 'tokens_')] for name in shares}\n"
+        "    return rates | {name: tokens[name] / rates['tokens_seen'] for name in shares}\n"
+        "ThroughputMeter.read = read",
     ),
     "encoding is silent": (
         "packing/test_preparation_progress.py::"
@@ -919,7 +1042,8 @@ FAULTS = {
         "packing/test_preparation_progress.py::"
         "test_the_compilation_of_the_packer_is_announced_once",
         "nopad.packing.preparation_progress",
-        "_Announcement.on_start = lambda self, event: None",
+        "from contextlib import nullcontext\n"
+        "announce_compilation = lambda *_: nullcontext()",
     ),
     "any id is in an unknown vocabulary": (
         "packing/encoding/test_hostile_documents.py::"
@@ -929,24 +1053,24 @@ FAULTS = {
     "every answer is trained": (
         "packing/encoding/test_chat.py::"
         "test_of_chats_with_tools_and_flags_exactly_the_trained_answers_count",
-        "nopad.packing.encoding.chat",
-        "_is_trained = lambda turn, message: message['role'] == 'assistant'",
+        "nopad.packing.encoding.chat", "TURN_FLAGS = ()",
     ),
     "reentrant checkpoints are differentiated": (
         "trainer/monitoring/test_packing_check.py::"
         "test_gradient_checkpointing_is_part_of_the_check",
-        "nopad.attention.hf.leak_check",
-        "from contextlib import nullcontext; _no_reentrance = nullcontext",
+        "nopad.attention.hf.leak_check", "partial = lambda function, **_: function",
     ),
     "every token of a row is probed": (
         "trainer/monitoring/test_packing_check.py::"
         "test_a_long_row_of_short_samples_has_few_logits_and_shows_a_leak",
-        "nopad.attention.hf.leak_check", "_PROBED = 1 << 30",
+        "nopad.attention.hf.leak_check",
+        "probe_positions = lambda lengths: (torch.arange(sum(lengths)), list(lengths))",
     ),
     "an auxiliary loss may have no gradient": (
         "trainer/loss/test_auxiliary_loss.py::"
         "test_checkpoints_that_would_lose_its_gradient_are_refused",
-        "nopad.trainer.loss.auxiliary_loss", "_refuse_reentrance = lambda model: None",
+        "nopad.trainer.loss.auxiliary_loss",
+        "AuxiliaryLoss.begin = torch.no_grad()(AuxiliaryLoss.begin)",
     ),
     "a trainer replaces any loss": (
         "trainer/loss/test_attached_loss.py::"
@@ -962,7 +1086,10 @@ FAULTS = {
         "inference/live_model/test_changed_models.py::"
         "test_a_change_of_modules_is_refused_while_requests_run",
         "nopad.inference.session",
-        "ModelSession.is_current = lambda self: self._weights.unchanged()",
+        "right, first = build_key, []\n"
+        "def build_key(modules, dtype):\n"
+        "    first[:] = first or modules\n"
+        "    return right(first, dtype)",
     ),
     "a call that has begun waits for the others": (
         "inference/test_threads.py::"
@@ -973,12 +1100,19 @@ FAULTS = {
     "a call that is aborted keeps its events": (
         "inference/test_late_prompts.py::test_a_fault_found_as_other_requests_end_is_told",
         "nopad.inference.request_runner",
-        "right = RequestRunner._abort_call\n"
-        "def _abort_call(self, call):\n"
-        "    events = list(call.events)\n"
-        "    right(self, call)\n"
-        "    call.events.extend(events)\n"
-        "RequestRunner._abort_call = _abort_call",
+        "right = Call.collect\n"
+        "class EventQueue(EventQueue):\n"
+        "    is_read = False\n"
+        "    def clear(self):\n"
+        "        if self.is_read:\n"
+        "            super().clear()\n"
+        "def collect(self):\n"
+        "    self.events.is_read = True\n"
+        "    try:\n"
+        "        return right(self)\n"
+        "    finally:\n"
+        "        self.events.is_read = False\n"
+        "Call.collect = collect",
     ),
     "fractions change linearly": (
         "packing/ordering/test_mixture.py::"
@@ -989,20 +1123,20 @@ FAULTS = {
         "packing/ordering/test_mixture.py::"
         "test_padding_between_samples_has_no_share_in_a_stream",
         "nopad.packing.planning.packer",
-        "right = Packer._count_pack\n"
-        "def _count_pack(self, lengths, begun):\n"
-        "    right(self, lengths, begun)\n"
-        "    self.last_lengths = -(-lengths // 8) * 8\n"
-        "Packer._count_pack = _count_pack",
+        "Packer.last_lengths = property(\n"
+        "    lambda self: -(-vars(self)['last_lengths'] // 8) * 8,\n"
+        "    lambda self, lengths: vars(self).update(last_lengths=lengths))",
     ),
     "progress is reported while the model is locked": (
         "inference/test_threads.py::test_progress_may_wait_for_the_call_of_another_thread",
         "nopad.inference.request_runner",
-        "right = RequestRunner._serve_calls\n"
-        "def _serve_calls(self):\n"
-        "    right(self)\n"
-        "    self._driver.report()\n"
-        "RequestRunner._serve_calls = _serve_calls",
+        "right = Call.collect\n"
+        "def collect(self):\n"
+        "    is_new = right(self)\n"
+        "    if self.thread == get_ident():\n"
+        "        self.report()\n"
+        "    return is_new\n"
+        "Call.collect = collect",
     ),
     "a driver whose call is over remains the driver": (
         "inference/test_threads.py::"
@@ -1016,15 +1150,11 @@ FAULTS = {
         "RequestRunner._drive = _drive",
     ),
     "later calls join while one waits": (
-        "inference/test_threads.py::test_a_call_that_computes_otherwise_runs_before_later_ones",
+        "inference/test_threads.py::"
+        "test_a_call_that_computes_otherwise_runs_before_later_ones",
         "nopad.inference.request_runner",
-        "class Open(ModelLock):\n"
-        "    depth = property(lambda self: 0, lambda self, value: None)\n"
-        "right = RequestRunner.__init__\n"
-        "def __init__(self, *parts):\n"
-        "    right(self, *parts)\n"
-        "    self._entrance = Open()\n"
-        "RequestRunner.__init__ = __init__",
+        "class ModelLock(ModelLock):\n"
+        "    depth = property(lambda self: 0, lambda self, value: None)",
     ),
     "the stream of a thread does not count": (
         "inference/test_threads.py::test_calls_on_two_cuda_streams_do_not_share_steps",
@@ -1043,29 +1173,46 @@ FAULTS = {
         "ModelSession.release_if_idle = release_if_idle",
     ),
     "a thread that is interrupted keeps its place": (
-        "inference/live_model/test_model_lock.py",
-        "nopad.inference.live_model.model_lock", "ModelLock._cancel = lambda *_: None",
+        "inference/live_model/test_model_lock.py", "nopad.inference.live_model.model_lock",
+        "deque = type('Kept', (deque,), {'remove': lambda *_: None})",
     ),
     "a classifier takes packs": (
         "attention/hf/test_interface.py::test_packs_in_a_sequence_classifier_are_refused",
-        "nopad.attention.hf.interface", "_check_head = lambda *_: None",
+        "nopad.attention.hf.interface",
+        "from types import SimpleNamespace\n"
+        "sys = SimpleNamespace(_getframe=lambda depth: None)",
     ),
     "special tokens have no names": (
         "inference/harness/test_harness.py::"
         "test_answers_equal_hf_where_a_stop_string_names_special_tokens",
-        "nopad.inference.harness.engine_lm", "EngineLM._end_as_hf = lambda self, ids, until: ids",
+        "nopad.inference.harness.engine_lm",
+        "begin = EngineLM.__init__\n"
+        "class Nameless:\n"
+        "    def __init__(self, tokenizer):\n"
+        "        self.real = tokenizer\n"
+        "    def __getattr__(self, name):\n"
+        "        return getattr(self.real, name)\n"
+        "    def decode(self, ids, **options):\n"
+        "        hides = {'skip_special_tokens': True} if len(ids) > 1 else {}\n"
+        "        return self.real.decode(ids, **options | hides)\n"
+        "def __init__(self, *args, **named):\n"
+        "    begin(self, *args, **named)\n"
+        "    self.tokenizer = Nameless(self.tokenizer)\n"
+        "EngineLM.__init__ = __init__",
     ),
     "the last packs of a stream come by chance": (
         "packing/ordering/test_mixture.py::test_the_last_packs_of_a_stream_follow_changing_weights",
         "nopad.packing.readers.shard_reader", "has_schedule = lambda weights: False",
     ),
     "products of experts have any shape": (
-        "inference/test_batch_invariant.py::test_layers_that_are_no_linear_give_the_same_bits",
-        "nopad.inference.batch_invariant", "_GROUPED.clear()",
+        "inference/test_batch_invariant.py::"
+        "test_layers_that_are_no_linear_give_the_same_bits",
+        "nopad.inference.batch_invariant", "GROUPED_PRODUCTS.clear()",
     ),
     "other products are taken as they are": (
-        "inference/test_batch_invariant.py::test_products_that_depend_on_the_batch_are_refused",
-        "nopad.inference.batch_invariant", "_OTHER_PRODUCTS.clear()",
+        "inference/test_batch_invariant.py::"
+        "test_products_that_depend_on_the_batch_are_refused",
+        "nopad.inference.batch_invariant", "UNSUPPORTED_PRODUCTS.clear()",
     ),
     "a call that joins looks at counters alone": (
         "inference/test_threads.py::test_a_call_that_joins_notices_what_changed_before_it",
@@ -1084,7 +1231,12 @@ FAULTS = {
         "attention/hf/test_interface.py::"
         "test_selective_checkpoints_keep_nothing_of_the_trial_of_a_backend",
         "nopad.attention.backends.backend_check",
-        "from contextlib import nullcontext as _disable_current_modes",
+        "from contextlib import nullcontext\n"
+        "from types import SimpleNamespace\n"
+        "def submit(function, *a):\n"
+        "    result = function(*a)\n"
+        "    return SimpleNamespace(result=lambda: result)\n"
+        "ThreadPoolExecutor = lambda count: nullcontext(SimpleNamespace(submit=submit))",
     ),
     "a fused forward is verified for ever": (
         "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fusion_patterns",
@@ -1092,16 +1244,23 @@ FAULTS = {
     ),
     "modules of one size are taken for one another": (
         "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fuse_layers",
-        "_attributes = lambda module: ()",
+        "right = vars\n"
+        "vars = lambda owner: right(owner) if isinstance(owner, type) else {}\n"
+        "settings = lambda module: {}",
     ),
     "a patched class runs its fused forward": (
         "trainer/fused/test_interpreted.py", "nopad.trainer.fused.class_swap",
-        "right = _subclass\n"
-        "def _subclass(stock, verified, *forwards):\n"
-        "    cls = right(stock, verified, *forwards)\n"
-        "    cls.forward = verified\n"
+        "right = fused_subclass\n"
+        "def chain(fused, fallback):\n"
+        "    def forward(self, *a, **k):\n"
+        "        out = fused(self, fallback, *a, **k)\n"
+        "        return fallback(self, *a, **k) if out is None else out\n"
+        "    return forward\n"
+        "def fused_subclass(stock, *forwards):\n"
+        "    cls = right(stock, *forwards)\n"
+        "    cls.forward = getattr(cls, VERIFIED)\n"
         "    for fused in forwards:\n"
-        "        cls.forward = _with_fallback(fused, cls.forward)\n"
+        "        cls.forward = chain(fused, cls.forward)\n"
         "    return cls",
     ),
     "globals are read once": (
@@ -1128,7 +1287,16 @@ FAULTS = {
         "trainer/monitoring/test_packing_check.py::"
         "test_a_convolution_that_starts_as_the_identity_is_seen",
         "nopad.attention.hf.leak_check",
-        "_zero_entries = lambda values, is_trained: None if values.any() else ...",
+        "right = zero_weights_filled\n"
+        "@contextmanager\n"
+        "def zero_weights_filled(model):\n"
+        "    trained = [weight for weight in model.parameters() if weight.requires_grad]\n"
+        "    for weight in trained:\n"
+        "        weight.requires_grad_(False)\n"
+        "    with right(model):\n"
+        "        for weight in trained:\n"
+        "            weight.requires_grad_(True)\n"
+        "        yield",
     ),
     "masked logits are compared": (
         "trainer/monitoring/test_packing_check.py::"
@@ -1150,17 +1318,17 @@ FAULTS = {
     ),
     "every pack is compiled": (
         "trainer/fused/test_compile_layers.py::test_one_graph_serves_all_layers_and_packs",
-        "nopad.trainer.fused.compile_layers", "_mark_dynamic = lambda *_: None",
+        "nopad.trainer.fused.compile_layers", "torch._dynamo.maybe_mark_dynamic = lambda *_: None",
     ),
     "a validation clears the gradients of a manual step": (
         "trainer/with_lightning/test_own_steps.py::"
         "test_a_validation_inside_a_step_of_ones_own_keeps_its_gradients",
         "nopad.trainer.with_lightning.packed_callback",
-        "ManualSteps._clear_between_steps = lambda self: self._clear_gradients()",
+        "ManualSteps.has_gradients = property(lambda self: False, lambda self, value: None)",
     ),
     "a flag may be anything": (
         "inference/test_settings.py::test_a_bad_value_is_named_where_it_is_given",
-        "nopad.inference.settings", "_check_flag = lambda name, value: value",
+        "nopad.inference.settings", "check_flag = lambda name, value: value",
     ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
@@ -1172,7 +1340,9 @@ def test_with_this_fault_the_test_fails(fault):
     node, module, code = FAULTS[fault]
     env = {**os.environ, "NOPAD_FAULT_IN": module, "NOPAD_FAULT": code}
     env["PYTHONPATH"] = os.pathsep.join([str(TESTS / "seeded"), env.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", str(TESTS / node)]
+    options = ["-x", "-p", "no:cacheprovider"]
+    options += ["-m", "not gpu"] if "::" in node else []  # a test that is named may be slow
+    command = [sys.executable, "-m", "pytest", *options, str(TESTS / node)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
     # Threads that a fault leaves behind may abort the process after pytest has reported.
     assert done.returncode in (1, -signal.SIGABRT), (

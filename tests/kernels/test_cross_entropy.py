@@ -7,7 +7,7 @@ import torch
 from nopad.packing import IGNORE_INDEX
 from nopad.trainer.loss import linear_cross_entropy
 from nopad.trainer.loss.attached_loss import count_labels
-from nopad.trainer.loss.cross_entropy import _losses_and_gradient
+from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 
@@ -31,11 +31,13 @@ def test_losses_and_gradient_are_those_of_pytorch(vocab_size, smoothing, z_loss)
     logits, weights = 3 * torch.randn(4, vocab_size), torch.rand(4)
     targets = torch.randint(0, vocab_size, (4,))
     targets[1] = IGNORE_INDEX
-    ours, gold = logits.clone(), logits.clone()
+    ours, gold = logits.clone(), logits.requires_grad_()
     losses = losses_and_gradient(ours, targets, weights, smoothing, z_loss, IGNORE_INDEX)
-    expected = _losses_and_gradient(gold, targets, weights, smoothing, z_loss)
-    assert_close(losses, expected, rtol=1e-6, atol=1e-6)
-    assert_close(ours, gold, rtol=1e-6, atol=1e-6)
+    expected = cross_entropy(gold, targets, reduction="none", label_smoothing=smoothing)
+    expected = expected + z_loss * gold.logsumexp(-1).square() * (targets != IGNORE_INDEX)
+    (gradient,) = torch.autograd.grad((weights * expected).sum(), gold)
+    assert_close(losses, expected.detach(), rtol=1e-6, atol=1e-6)
+    assert_close(ours, gradient, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -44,19 +46,24 @@ def test_a_label_outside_the_vocabulary_gives_nan(smoothing):
     pytest.importorskip("triton", reason="the kernels are written in Triton")
     from nopad.kernels import losses_and_gradient
 
+    def by_kernel(logits, targets):
+        rows, weights = logits.clone(), torch.ones(len(logits))
+        losses = losses_and_gradient(rows, targets, weights, smoothing, 0.0, IGNORE_INDEX)
+        return losses, rows
+
+    def by_pytorch(logits, targets):
+        hidden, head = logits.clone().requires_grad_(), torch.eye(7)
+        total, losses = linear_cross_entropy(hidden, head, targets, label_smoothing=smoothing)
+        return losses, *torch.autograd.grad(total, hidden)
+
     torch.manual_seed(0)
-    logits, weights = torch.randn(6, 7), torch.ones(6)
+    logits = torch.randn(6, 7)
     targets = torch.tensor([3, 7, 1 << 40, -1, -101, IGNORE_INDEX])
-    for function in (losses_and_gradient, _losses_and_gradient):
-        rows = logits.clone()
-        options = (IGNORE_INDEX,) if function is losses_and_gradient else ()
-        losses = function(rows, targets, weights, smoothing, 0.0, *options)
+    for function in (by_kernel, by_pytorch):
+        losses, gradient = function(logits, targets)
         assert losses.isnan().tolist() == [False, True, True, True, True, False]
-        assert rows.isnan().all(1).tolist() == losses.isnan().tolist()
-        alone = logits[:1].clone()
-        assert_close(
-            losses[:1], function(alone, targets[:1], weights[:1], smoothing, 0.0, *options)
-        )
+        assert gradient.isnan().all(1).tolist() == losses.isnan().tolist()
+        assert_close(losses[:1], function(logits[:1], targets[:1])[0])
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -5,16 +5,17 @@ checks that the other tests make, must fail on every one of them and pass withou
 """
 
 import json
+from itertools import chain
 
 import datasets
 import numpy as np
 import pytest
-from nopad.packing import PackedDataset, Sample, make_sample, validate_token_ids
+from nopad.packing import PackedDataset, Sample, dataset, token_ids
 from nopad.packing import sample as sample_module
 from nopad.packing.encoding import Encoder
 from nopad.packing.encoding import encoder as encoder_module
 from nopad.packing.ordering import Mixture, RankShard, shuffle_key
-from nopad.packing.planning import packer
+from nopad.packing.planning import Plan, packer
 from nopad.packing.readers import planned, shard_reader, shuffled_rows, streamed
 from nopad.packing.sources import hf_datasets, paths, token_store
 from nopad.packing.sources import jsonl as jsonl_module
@@ -107,11 +108,11 @@ def check_rows(tmp_path):
     """Bad rows are rejected, good ones kept; names stay inside; mixtures follow their weights."""
     for bad in ([], [1.5], [True], [-1], [2**70], [[1]], None):
         with pytest.raises(ValueError):
-            make_sample(bad)
+            token_ids.make_sample(bad)
     with pytest.raises(ValueError):
-        make_sample([1, 9], None, 9)
+        token_ids.make_sample([1, 9], None, 9)
     with pytest.raises(ValueError):
-        make_sample([1, 2], [1])
+        token_ids.make_sample([1, 2], [1])
     encoder = Encoder(lambda text: [ord(letter) for letter in text], add_eos=0)
     assert encoder.encode([{"text": "a"}])[0].tokens.tolist() == [97, 0]
     pair = encoder.encode([{"prompt": "ab", "completion": "c"}])[0]
@@ -129,7 +130,7 @@ def check_rows(tmp_path):
     store = hf_datasets.token_arrays(datasets.Dataset.from_dict(packed), "x")
     assert store[0].lengths.tolist() == [1, 2, 2]
     with pytest.raises(ValueError):
-        make_sample([1, 2, 3], [2, 3, -100])
+        token_ids.make_sample([1, 2, 3], [2, 3, -100])
     masked = {"input_ids": [1, 2], "loss_mask": [0, 1]}
     cut = {"input_ids": [1, 2], "seq_lengths": [1, 1]}
     for row in (masked, cut, {"text": "a", "prompt": "b", "completion": "c"}):
@@ -190,21 +191,8 @@ def probe(tools, jsonl, tmp_path):
     return run
 
 
-def without_last(function):
-    return lambda *a, **k: function(*a, **k)[:-1]
-
-
 def no_check(*args, **kwargs):
     return None
-
-
-def fill_all_labels(*args):
-    copy_segments(*args)
-    args[-1][:] = args[-2]
-    return True
-
-
-copy_segments = token_store._copy
 
 
 FAULTS = {
@@ -224,19 +212,19 @@ FAULTS = {
     "the epoch is not in the key": (planned, "epoch_order", lambda n, seed, epoch, shuffle:
                                     epoch_order(n, seed, 0, shuffle)),
     "a block's key forgets the lap": (
-        shuffled_rows.ShuffledRows,
-        "_key",
-        lambda self, *parts: shuffle_key(self.seed, self.shard)),
+        shuffled_rows, "shuffle_key", lambda *parts: shuffle_key(*parts[-3:])),
     "the last document of a block is lost": (
         planned, "epoch_order", lambda *a: (block[:-1] for block in epoch_order(*a))),
-    "labels are not masked at the head of a sequence": (token_store, "_copy", fill_all_labels),
+    "labels are not masked at the head of a sequence": (
+        token_store.TokenStore, "gather", lambda *a, **k:
+            (rows := gather(*a, **k))._replace(labels=rows.tokens.copy())),
     "a part's start is forgotten": (
-        token_store, "_allocate_rows", lambda items, starts, *rest:
-            allocate_rows(items, starts * 0, *rest)),
+        token_store.TokenStore, "gather", lambda self, plan, *a, **k: gather(
+            self, Plan(plan.items, plan.starts * 0, plan.lengths, plan.offsets), *a, **k)),
     "boundaries count from the row, not the pack": (
-        token_store, "_allocate_rows", lambda *a: from_the_row(allocate_rows(*a))),
+        token_store.TokenStore, "gather", lambda *a, **k: from_the_row(gather(*a, **k))),
     "a finished sample is kept by the packer": (
-        packer.Packer, "_hold", lambda self, number, sample: hold(self, number + 1, sample)),
+        packer.Packer, "add", lambda self, samples: keep_finished(self, list(samples))),
     "a packer's state forgets the planner": (
         packer.Packer, "load_state_dict", lambda self, state, samples:
             self.pending.update(samples)),
@@ -244,17 +232,18 @@ FAULTS = {
         packer.Packer, "state_dict", lambda self: {
             "planner": self.planner.state_dict(),
             "pending_tokens": [[n, 1] for n in self.pending]}),
-    "a shard's snapshot is taken after feeding": (
-        shard_reader.ShardReader, "_make_cursor", lambda self: {
-            **make_cursor(self), "packs_since": 0, "state": self._take_snapshot()}),
+    "a resume forgets the packs since the snapshot": (
+        shard_reader.ShardReader, "next_pack", lambda self:
+            with_packs_since(next_pack(self), lambda count: 0)),
     "a resume passes over one pack too many": (
-        shard_reader.ShardReader, "_make_cursor", lambda self: {
-            **make_cursor(self), "packs_since": self._packs_since + 1}),
+        shard_reader.ShardReader, "next_pack", lambda self:
+            with_packs_since(next_pack(self), lambda count: count + 1)),
     "a resume repeats a pack": (
-        shard_reader.ShardReader, "_make_cursor", lambda self: {
-            **make_cursor(self), "packs_since": max(0, self._packs_since - 1)}),
-    "rows read ahead count as drawn": (
-        shard_reader.ShardReader, "_next_row", lambda self, source: self.rows[source].next_row),
+        shard_reader.ShardReader, "next_pack", lambda self:
+            with_packs_since(next_pack(self), lambda count: max(0, count - 1))),
+    "a resumed reader passes over a row": (
+        shuffled_rows.ShuffledRows, "restore", lambda self, marks, position, numbers:
+            restore(self, marks, position + 1, numbers)),
     "a resumed reader starts its block again": (
         shuffled_rows.ShuffledRows, "restore", lambda self, marks, position, numbers:
             restore(self, marks, marks[-1][0], numbers)),
@@ -262,37 +251,52 @@ FAULTS = {
         shuffled_rows.ShuffledRows, "drop_before", lambda self, needed:
             self.block_marks.__delitem__(slice(0, len(self.block_marks) - 1))),
     "a shard of another rank is read": (
-        streamed.StreamedPacks, "_open", lambda self, position, share, index, cursors: open_shards(
-            self, position, share, index, {s: cursors.get((s + 2) % 4, c)
-                                           for s, c in cursors.items()})),
+        streamed.StreamedPacks, "read", lambda self, position, share, base, cursors: read_packs(
+            self, position, share, base, {s: cursors.get((s + 2) % 4, c)
+                                          for s, c in cursors.items()})),
     "progress counts the last pack as not done": (
         progress.Progress, "next_position", lambda self, share: self.position),
     "progress keeps the first cursor of a shard": (
         progress.Progress, "add", lambda self, index, cursor: keep_first(self, index, cursor)),
-    "settings are not compared": (run_state, "_check_settings", no_check),
-    "positions are not checked": (run_state, "_check_position", no_check),
+    "settings are not compared": (
+        dataset, "check_state", lambda state, settings, *rest:
+            check_state({**state, "settings": settings}, settings, *rest)),
+    "positions are not checked": (
+        dataset, "check_state", lambda state, *rest:
+            check_state({**state, "position": {**state["position"], "index": 0}}, *rest)),
     "data is not compared": (planned.TokenStore, "fingerprint", lambda self: "other"),
     "the version is not compared": (run_state, "VERSION", run_state.VERSION + 1),
     "the checksum is not compared": (state_file, "encode_state", lambda state: json.dumps(
         {"state": state}).encode()),
-    "the state before is not kept": (state_file, "_keep_previous", no_check),
+    "the state before is not kept": (
+        state_file, "write_state", lambda path, state: write_without_previous(path, state)),
     "a torn state pushes out the good one": (
-        state_file, "_is_intact", lambda path: path.exists()),
+        state_file, "write_state", lambda path, state: write_after_copy(path, state)),
     "ids are rounded": (
-        validate_token_ids.__globals__, "validate_token_ids", lambda ids, name="":
+        token_ids, "validate_token_ids", lambda ids, name="":
             np.asarray(ids, np.float64).astype(np.int64)),
-    "ids beyond the vocabulary pass": (validate_token_ids.__globals__, "_check_range", no_check),
+    "ids beyond the vocabulary pass": (
+        token_ids, "make_sample", lambda ids, labels=None, vocab_size=None:
+            make_sample(ids, labels)),
     "a packed row is one document": (
         hf_datasets, "inner_starts", lambda columns, lengths: np.zeros(0, np.int64)),
     "a packed row passes the encoder": (encoder_module, "check_not_packed", no_check),
     "shifted labels pass": (sample_module, "check_labels", no_check),
     "a mask of the loss is ignored": (encoder_module, "check_masks", no_check),
-    "text beside a prompt wins": (Encoder, "_check_columns", no_check),
-    "the end mark is forgotten": (Encoder, "_append_eos", lambda self, ids: ids),
+    "text beside a prompt wins": (
+        Encoder, "encode", lambda self, rows: encode(
+            self, [{"text": row["text"]} if "text" in row else row for row in rows])),
+    "the end mark is forgotten": (
+        Encoder, "__init__", lambda self, *a, add_eos=True, **k:
+            begin_encoder(self, *a, add_eos=False, **k)),
     "a key that stands twice passes": (
-        jsonl_module, "_DECODER", json.JSONDecoder()),
+        jsonl_module.JsonlSource, "read", lambda *a, **k: (
+            row._replace(value={"a": 2}) if "twice" in str(row.value) else row
+            for row in read_rows(*a, **k))),
     "lines at a shard's border are read twice": (
-        jsonl_module, "_line_start", lambda file, begin: begin),
+        jsonl_module.JsonlSource, "read", lambda self, shard, shards, *rest: chain(
+            list(read_rows(self, shard - 1, shards))[-1:] if shard else (),
+            read_rows(self, shard, shards, *rest))),
     "a name may lead out": (paths, "resolve_inside", lambda folder, name: folder / name),
     "a mixture ignores its weights": (
         Mixture, "draw", lambda self, lengths: draw_evenly(self, lengths)),
@@ -301,21 +305,52 @@ FAULTS = {
 }  # fmt: skip
 
 epoch_order = planned.epoch_order
-allocate_rows = token_store._allocate_rows
-
-
-def from_the_row(columns):
-    columns = list(columns)
-    columns[2] = np.resize(columns[-1], len(columns[2])).astype(np.int32)
-    return tuple(columns)
-
-
-hold = packer.Packer._hold
-make_cursor = shard_reader.ShardReader._make_cursor
+gather = token_store.TokenStore.gather
+add_samples = packer.Packer.add
+next_pack = shard_reader.ShardReader.next_pack
 restore = shuffled_rows.ShuffledRows.restore
-open_shards = streamed.StreamedPacks._open
+read_packs = streamed.StreamedPacks.read
+check_state = run_state.check_state
+write_state = state_file.write_state
+make_sample = token_ids.make_sample
+begin_encoder = Encoder.__init__
+encode = Encoder.encode
+read_rows = jsonl_module.JsonlSource.read
 add = progress.Progress.add
 draw = Mixture.draw
+
+
+def from_the_row(rows):
+    starts = np.resize(rows.segment_starts, len(rows.cu_seqlens)).astype(np.int32)
+    return rows._replace(cu_seqlens=starts)
+
+
+def keep_finished(self, samples):
+    first = self.counts.items
+    packs = add_samples(self, samples)
+    self.pending.update(enumerate(samples, first))
+    return packs
+
+
+def with_packs_since(pack, change):
+    if pack is not None:
+        pack.cursor["packs_since"] = change(pack.cursor["packs_since"])
+    return pack
+
+
+def write_without_previous(path, state):
+    write_state(path, state)
+    previous_of(path).unlink(missing_ok=True)
+
+
+def write_after_copy(path, state):
+    if path.exists():
+        previous_of(path).write_bytes(path.read_bytes())
+    write_state(path, state)
+
+
+def previous_of(path):
+    return path.with_name(f"{path.name}.previous")
 
 
 def keep_first(self, index, cursor):

@@ -141,7 +141,7 @@ class PackedTrainerMixin(_Base):
         sequence_parallel: int = 1,
         **kwargs: Any,
     ):
-        _check_losses(type(self))
+        check_compute_loss(type(self))
         check_collator(data_collator)
         args = copy(args) if args is not None else TrainingArguments()
         self.packed_collator, self.packed_check = data_collator, check
@@ -641,7 +641,7 @@ class _PackTag(str):
         return str(self)
 
 
-def _check_losses(trainer: type) -> None:
+def check_compute_loss(trainer: type) -> None:
     """Refuse trainers whose `compute_loss` would not be called, or does not take packs."""
     bases = trainer.__mro__
     below = bases[bases.index(PackedTrainerMixin) + 1 :]

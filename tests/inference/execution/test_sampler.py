@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nopad.inference import Engine, SamplingParams
-from nopad.inference.execution.sampler import _apply_penalties, gather_logprobs, sample
+from nopad.inference.execution.sampler import gather_logprobs, sample
 from nopad.inference.requests.draws import stream_seed, uniform
 from nopad.inference.scheduling.step import Filters, LogitEdits, Penalties, SamplingInputs
 
@@ -92,9 +92,13 @@ def test_penalties_follow_their_definitions():
     for token in {2, 5, 9}:
         want[0, token] -= 0.5
     want[1, 3] -= 0.7 * 3
-    got = logits.clone()
-    _apply_penalties(got, penalties, history)
-    torch.testing.assert_close(got, want)
+    for row, cdf in enumerate(want.double().softmax(-1).cumsum(-1)):
+        begins = torch.cat([torch.zeros(1), cdf[:-1]])
+        uniform = torch.cat([begins + 1e-5, cdf - 1e-5])  # each end of each token's interval
+        one = Penalties(torch.arange(2 * V), *(each[row].expand(2 * V) for each in penalties[1:]))
+        drawn = SamplingInputs(temperature=torch.ones(2 * V), uniform=uniform, penalties=one)
+        tokens = sample(logits[row].expand(2 * V, -1), drawn, history)
+        assert tokens.tolist() == [*range(V)] * 2
 
 
 def test_bias_and_bans_change_single_logits_only():

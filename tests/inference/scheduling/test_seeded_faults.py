@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 from nopad.attention import PageAllocator
@@ -44,32 +46,28 @@ def skip_in_flight(self, start, stop):
     )
 
 
-def preempt_the_oldest(self, request, length):
+def preempt_the_oldest(self, max_tokens=None):
     self.running.reverse()
     try:
-        return REAL["grow"](self, request, length)
+        return REAL["plan"](self, max_tokens)
     finally:
         self.running.reverse()
 
 
-def offer_too_much(self, request, start):
-    request.num_computed += 16
-    try:
-        REAL["offer"](self, request, start)
-    except ValueError:
-        pass
-    finally:
-        request.num_computed -= 16
+def offer_too_much(self, plan):
+    REAL["commit"](self, plan)
+    for request in plan.requests:
+        prompt = request.prompt_token_ids[: request.num_computed + 16]
+        with suppress(ValueError):
+            self.pages.register(request.id, prompt, self.cache_salt)
 
 
 def reuse_everything(self):
     return self.num_tokens
 
 
-def release_without_pages(self, request):
-    self.running.remove(request)
-    self._free_rows.append(request.row)
-    request.row, request.num_pages = -1, 0
+def keep_pages(self, owner):
+    return None
 
 
 def admit_without_settings(self, request):
@@ -83,8 +81,7 @@ def commit_one_more(self, plan):
 
 
 REAL = {
-    "grow": Scheduler._ensure_pages,
-    "offer": Scheduler._register_prefix,
+    "plan": Scheduler.plan,
     "commit": Scheduler.commit,
 }
 FAULTS = {
@@ -99,10 +96,10 @@ FAULTS = {
     "draws by position off": (step, "uniform", after(step.uniform, lambda u, *_: u * 0.5)),
     "page copies forgotten": (Scheduler, "plan", after(Scheduler.plan, forget_copies)),
     "outputs lost on restart": (Request, "token_ids", skip_in_flight),
-    "the oldest is preempted": (Scheduler, "_ensure_pages", preempt_the_oldest),
-    "prefix offered too early": (Scheduler, "_register_prefix", offer_too_much),
+    "the oldest is preempted": (Scheduler, "plan", preempt_the_oldest),
+    "prefix offered too early": (Scheduler, "commit", offer_too_much),
     "a hit covers all": (Request, "max_prefix_hit", property(reuse_everything)),
-    "pages not given back": (Scheduler, "_release", release_without_pages),
+    "pages not given back": (PageAllocator, "free", keep_pages),
     "parameters of the row's last request": (BatchParams, "admit", admit_without_settings),
     "one token too many counted": (Scheduler, "commit", commit_one_more),
     "an owner's pages in any order": (

@@ -17,7 +17,7 @@ from nopad.runtime import STOCK_CLASS
 from nopad.trainer.fused import compile_layers, fuse_layers
 from nopad.trainer.fused.class_swap import add_forward, can_run, fused_subclass, has_no_hooks
 from nopad.trainer.fused.equivalence import module_matches, outputs_match, trial_input
-from nopad.trainer.fused.fuse_layers import PARTS, _distinct
+from nopad.trainer.fused.fuse_layers import PARTS
 from nopad.trainer.fused.rotary_patch import is_supported
 from nopad.trainer.loss import attach_loss
 from torch import nn
@@ -106,15 +106,6 @@ def test_a_dropout_too_small_for_a_trial_is_seen():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_parts_with_tensors_of_their_own_are_all_tried():
-    scaled = [Scaled(share) for share in (0.2, 0.5, 1.0)]
-    assert _distinct(scaled) == scaled
-    plain = [Dropping(0.0), Dropping(0.0), Dropping(0.1)]
-    assert len(_distinct(plain)) == 2
-    plain[0].bias = torch.ones(6)
-    assert len(_distinct(plain)) == 3
-
-
 def scaled(module, fallback, x):
     return x * module.weight
 
@@ -129,6 +120,20 @@ def fusible(monkeypatch):
     )
     monkeypatch.setattr(fusing, "PARTS", [part])
     monkeypatch.setattr(fusing, "can_run", lambda x: True)
+
+
+def test_parts_with_tensors_of_their_own_are_all_tried(fusible, monkeypatch):
+    tried = []
+    monkeypatch.setattr(fusing.PARTS[0], "verify", lambda module, *_: tried.append(module) or True)
+    scaled = [Scaled(share) for share in (0.2, 0.5, 1.0)]
+    fusing.fuse_layers(nn.Sequential(*scaled))
+    assert tried == scaled
+    for bias, count in ((None, 2), (torch.ones(6), 3)):
+        plain, tried[:] = [Dropping(0.0), Dropping(0.0), Dropping(0.1)], []
+        plain[0].bias = bias
+        plain[1].bias = plain[2].bias = None
+        fusing.fuse_layers(nn.Sequential(*plain))
+        assert len(tried) == count
 
 
 def test_a_part_that_cannot_be_tried_stays_and_the_others_are_fused(fusible):
