@@ -34,15 +34,15 @@ SWEEP = 1024
 """Segments packed together; with many more, the same ones would remain in every epoch."""
 PROBES = 8
 """Arrivals tried to find one that fits or has a partner: enough if every third one does."""
-SEVERAL, PAIR, PAIR_BESIDE_LONG = 3.0, 1.75, 1.25
+SEVERAL, PAIR = 3.0, 1.75
 """Free space, in mean segments, for any segment to join, or for a pair. Few single segments fit
-beside a long one, the same in every epoch, so there pairs are tried in less free space."""
+beside a long one, the same in every epoch, so there a pair needs the space of one mean segment."""
 WASTE = 0.04
 """Space that a single segment beside a long one may leave free, so that several segments qualify:
-this fraction of all packs without a long one, divided by the number of long ones; on average half
-of it is left free."""
-EXCHANGES, NEAR = 8, 10
-"""Exchanges tried for each segment, with a segment up to NEAR ranks away: the fewest with which
+this fraction of the capacity, times the squared ratio of packs without and with a long one, because
+the fewer packs have a long one, the less fill it costs; at most a mean segment."""
+EXCHANGES, NEAR = 4, 10
+"""Exchanges tried for each segment, with a segment up to NEAR ranks away: enough that
 documents of a set of 50 meet again at most twice as often as by chance."""
 TRIED = 1 << 18
 """Limit of the other orders tried to save a pack; an order costs the square of the number of
@@ -197,7 +197,8 @@ def _make_packs(size, arrivals, starts, shift, capacity, key, waste):
     short, tokens, long = longest_short, size[: longest_short + 1].sum(), n - longest_short
     scarce, slack = short < 2 * long, np.int64(0)
     if long and not scarce:
-        slack = np.int64(waste * max(0, size.sum() - long * capacity) / long)
+        ratio = max(0.0, size.sum() / (long * capacity) - 1)
+        slack = min(tokens // short, np.int64(waste * capacity * ratio * ratio))
     longest, cursor, end = n, 0, n
     while placed < n:
         longest = _last_free(free, longest)
@@ -217,9 +218,9 @@ def _make_packs(size, arrivals, starts, shift, capacity, key, waste):
             if room == 0 or placed == n:
                 break
             beside_long = placed == start + 1 and 2 * room < capacity
-            needed = PAIR_BESIDE_LONG if beside_long else PAIR
             joins = room * short > SEVERAL * tokens
-            pairs = room * short > needed * tokens and not (beside_long and scarce)
+            pairs = room * short > (1.0 if beside_long else PAIR) * tokens
+            pairs = pairs and not (beside_long and scarce)
             probes, chosen = PROBES if pairs else 0, 0
             while probes and not chosen:
                 if cursor == end:
