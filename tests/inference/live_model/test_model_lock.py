@@ -30,7 +30,7 @@ def test_threads_get_it_in_the_order_in_which_they_came():
     order.append("again")
     lock.release()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert order == [0, 1, 2, 3, 4, "again"] and not lock.has_waiters
 
 
@@ -40,7 +40,7 @@ def test_a_thread_may_take_it_again_and_others_wait_for_the_last_release():
         assert lock.depth == 2
         thread = Thread(target=lambda: taken.append(lock.acquire(blocking=False)))
         thread.start()
-        thread.join(30)
+        thread.join(120)
     assert taken == [False] and lock.depth == 0
 
 
@@ -76,9 +76,9 @@ def test_a_thread_that_is_interrupted_while_it_waits_keeps_nobody_out(monkeypatc
         if is_released:
             waiting(lock, 1)
         else:
-            thread.join(30)
+            thread.join(120)
             assert told and not lock.has_waiters
-    thread.join(30)
+    thread.join(120)
     assert told and not lock.has_waiters and lock.depth == 0
     assert lock.acquire(blocking=False), "the thread that was interrupted has it"
 

@@ -27,8 +27,8 @@ def test_other_ranks_load_a_checkpoint_and_train_the_packs_that_are_left(
 ):
     lines = (json.dumps({"input_ids": row["input_ids"]}) + "\n" for row in tiny_run.samples(200))
     (tmp_path / "rows.jsonl").write_text("".join(lines))
-    saved = tiny_run.launch(CHILD, action, kind, tmp_path, world=before, timeout=60)
-    loaded = tiny_run.launch(CHILD, "load", kind, tmp_path, world=after, timeout=60)
+    saved = tiny_run.launch(CHILD, action, kind, tmp_path, world=before)
+    loaded = tiny_run.launch(CHILD, "load", kind, tmp_path, world=after)
     first, rest = sorted(chain(*saved)), sorted(chain(*loaded))
     assert first == list(range(3 * before))
     assert rest == list(range(3 * before, 3 * before + len(rest))) and len(rest) > 10

@@ -50,13 +50,13 @@ def test_whoever_dies_it_is_told_and_nothing_is_left(who):
     victim = child if who == "main" else workers[1]
     victim.kill()
     began = time.monotonic()
-    said = child.communicate(timeout=60)[1]
-    assert child.returncode == (-9 if who == "main" else 1) and time.monotonic() - began < 10
+    said = child.communicate(timeout=300)[1]
+    assert child.returncode == (-9 if who == "main" else 1) and time.monotonic() - began < 60
     if who != "main":
         pattern = rf"RuntimeError: data worker died: .*pid {workers[1].pid}, exit code -9.*"
         pattern += r"was pack \d+ \(up to sample \d+ of source 0\)"
         assert re.search(pattern, said.splitlines()[-1]), said
-    _, alive = psutil.wait_procs(workers, timeout=10)
+    _, alive = psutil.wait_procs(workers, timeout=60)
     assert len(workers) == 2 and not alive
     assert [name for name in shared_memory() if name not in before] == []
 

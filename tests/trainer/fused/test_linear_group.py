@@ -121,7 +121,7 @@ def test_after_a_failure_the_layers_are_their_own_again(monkeypatch):
 
 def test_two_threads_can_be_inside_one_attention_at_once(monkeypatch):
     monkeypatch.setattr(fusion_patterns, "can_run", lambda x: True)
-    inside = threading.Barrier(2, timeout=30)
+    inside = threading.Barrier(2, timeout=120)
 
     def wait(x):
         inside.wait()

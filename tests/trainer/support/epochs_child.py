@@ -50,7 +50,7 @@ def train(part: str, rank: int, stop_at: int | None) -> None:
 
 def run_part(folder: Path, part: str, world: int, stop_at: int | None) -> list[int]:
     ranks = Ranks(lambda rank: train(part, rank, stop_at), folder, world)
-    assert ranks.wait(90) == [0] * world, "".join(ranks.said(rank) for rank in range(world))
+    assert ranks.wait(250) == [0] * world, "".join(ranks.said(rank) for rank in range(world))
     each = [json.loads((folder / f"{part}-{rank}.json").read_text()) for rank in range(world)]
     in_turn = [index for packs in zip(*each, strict=True) for index in packs]
     return [index for index in in_turn if index is not None]

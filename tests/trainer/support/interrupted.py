@@ -70,15 +70,13 @@ def interrupt(folder: Path, name: str) -> dict:
     child = Ranks(lambda rank: train(trainer, how == "forgets"), run_dir)
     child.wait_for((run_dir / "generating").exists)
     os.killpg(child.pids[0], signal.SIGINT)
-    sent = time.monotonic()
-    (code,) = child.wait(60)
-    took = time.monotonic() - sent
+    (code,) = child.wait(250)
     path = run_dir / "found.json"
     result = json.loads(path.read_text()) if path.exists() else {"said": child.said()[-3000:]}
-    return {**result, "code": code, "seconds": round(took, 1), "left": left_over(child.pids[0])}
+    return {**result, "code": code, "left": left_over(child.pids[0])}
 
 
-def left_over(group: int, seconds: float = 10) -> bool:
+def left_over(group: int, seconds: float = 60) -> bool:
     """Whether a process of the group is still running after these seconds."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
