@@ -6,6 +6,7 @@ Triton kernels are interpreted: TRITON_INTERPRET is read at their import.
 
 import gc
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+COMPILE = "from nopad.packing import PackedDataset as D; list(D([[1, 2, 3], [4, 5]] * 9, budget=8))"
 sys.path[:0] = [str(folder) for folder in sorted(Path(__file__).parent.rglob("support"))]
 
 
@@ -34,6 +36,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     option.numprocesses, option.dist = os.cpu_count(), "worksteal"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Numba compiles once, while the workers collect, instead of once in every process.
+    subprocess.Popen([sys.executable, "-c", COMPILE])
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
