@@ -22,12 +22,11 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
-from nopad import packing
-from nopad.packing import Planner, pack_lengths
+from nopad.packing import Plan, Planner, pack_lengths
 from nopad.packing.ordering import permute, shuffle_key
 from nopad.packing.planning import balance_plan
 from nopad.packing.readers import PLANNED_POOL
@@ -37,6 +36,7 @@ from record import header, shared_dir, write_record
 BUDGETS = (2, 3, 4, 10, 30)
 SIZES = (50, 600, 2000, 7473, 200_000)
 WAYS = ("planned", "balanced", "stream")
+PackLengths = Callable[..., Plan]
 
 
 def gsm8k_lengths(count: int) -> np.ndarray:
@@ -53,17 +53,17 @@ def lognormal_lengths(count: int) -> np.ndarray:
     return np.maximum(samples, 1).astype(np.int64)
 
 
-def load_before(folder: Path) -> ModuleType:
-    """Import the packing of another checkout, beside the installed one."""
+def load_before(folder: Path) -> PackLengths:
+    """Return `pack_lengths` of another checkout, beside the installed one."""
     spec = importlib.util.spec_from_file_location("nopad_before", folder / "__init__.py")
     assert spec is not None and spec.loader is not None
     sys.modules["nopad_before"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["nopad_before"])
-    return importlib.import_module("nopad_before.packing")
+    return importlib.import_module("nopad_before.packing").pack_lengths
 
 
 def seconds_of(
-    versions: list[ModuleType], lengths: np.ndarray, budget: int, pool: int = 1024
+    versions: list[PackLengths], lengths: np.ndarray, budget: int, pool: int = 1024
 ) -> list[float]:
     """Return the median CPU seconds of `pack_lengths` in each version; the calls alternate."""
     repeats = min(200, 5 + 200_000 // len(lengths))
@@ -71,20 +71,20 @@ def seconds_of(
     for _ in range(repeats):
         for version, runs in zip(versions, times, strict=True):
             start = time.process_time()
-            version.pack_lengths(lengths, budget, pool=pool)
+            version(lengths, budget, pool=pool)
             runs.append(time.process_time() - start)
     return [round(statistics.median(runs), 6) for runs in times]
 
 
-def compare_mixes(before: ModuleType) -> list[dict]:
+def compare_mixes(before: PackLengths) -> list[dict]:
     """Compare fill and seconds of two versions, for streams of the mixes of bench_packing."""
     rows = []
     for mix in mixes(200_000):
         fills = [
-            round(version.pack_lengths(mix.lengths, mix.budget).fill(mix.budget) * 100, 3)
-            for version in (before, packing)
+            round(version(mix.lengths, mix.budget).fill(mix.budget) * 100, 3)
+            for version in (before, pack_lengths)
         ]
-        seconds = seconds_of([before, packing], mix.lengths, mix.budget)
+        seconds = seconds_of([before, pack_lengths], mix.lengths, mix.budget)
         row = {"mix": mix.name, "budget": mix.budget, "fill": fills[1], "seconds": seconds[1]}
         rows.append(row | {"before": {"fill": fills[0], "seconds": seconds[0]}})
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
@@ -92,7 +92,7 @@ def compare_mixes(before: ModuleType) -> list[dict]:
 
 
 def plan_epoch(
-    lengths, budget: int, seed: int, epoch: int, way: str, version: ModuleType = packing
+    lengths, budget: int, seed: int, epoch: int, way: str, version: PackLengths = pack_lengths
 ) -> list[np.ndarray]:
     """Return the documents of each pack of an epoch."""
     order = permute(np.arange(len(lengths)), len(lengths), shuffle_key("epoch", seed, epoch, ""))
@@ -101,7 +101,7 @@ def plan_epoch(
     elif way == "stream":
         plan = pack_lengths(lengths[order], budget)
     else:
-        plan = version.pack_lengths(lengths[order], budget, pool=PLANNED_POOL)
+        plan = version(lengths[order], budget, pool=PLANNED_POOL)
     if way == "balanced":
         plan = balance_plan(plan, seed=2 * seed + epoch)
     return [order[pack] for pack in plan]
@@ -137,7 +137,7 @@ def shared_pairs(packs: list[np.ndarray], place: np.ndarray) -> tuple[int, float
 
 
 def measure(
-    lengths: np.ndarray, budget: int, way: str, seeds: int, version: ModuleType = packing
+    lengths: np.ndarray, budget: int, way: str, seeds: int, version: PackLengths = pack_lengths
 ) -> dict:
     """Measure one set with one budget, over seeds."""
     count = len(lengths)
@@ -204,7 +204,7 @@ def main() -> None:
                     if before and way == "planned":
                         row["before"] = measure(capped, budget, way, seeds, before)
                         row["before"]["seconds"], row["seconds"] = seconds_of(
-                            [before, packing], capped, budget, PLANNED_POOL
+                            [before, pack_lengths], capped, budget, PLANNED_POOL
                         )
                     rows.append(row | {"passes": passes(row)})
                     print(json.dumps(rows[-1]), file=sys.stderr, flush=True)

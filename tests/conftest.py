@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -37,7 +38,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     option.numprocesses, option.dist = os.cpu_count(), "worksteal"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Numba compiles once, while the workers collect, instead of once in every process.
-    subprocess.Popen([sys.executable, "-c", COMPILE])
+    command = [sys.executable, "-c", COMPILE]
+    Thread(target=subprocess.run, args=(command,), kwargs={"check": True}).start()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -220,7 +220,7 @@ def _make_packs(size, arrivals, starts, shift, capacity, key, waste):
             beside_long = placed == start + 1 and 2 * room < capacity
             joins = room * short > SEVERAL * tokens
             pairs = room * short > (1.0 if beside_long else PAIR) * tokens
-            pairs = pairs and not (beside_long and scarce)
+            pairs &= not (beside_long and scarce)
             probes, chosen = PROBES if pairs else 0, 0
             while probes and not chosen:
                 if cursor == end:
@@ -244,8 +244,7 @@ def _make_packs(size, arrivals, starts, shift, capacity, key, waste):
                     target = room - below(mix(key + np.uint64(placed)), min(slack, room) + 1)
                     other = _last_free(free, _up_to(size, starts, shift, target))
                     chosen = other if size[other] >= max(1, room - slack) else chosen
-        if placed - start <= 2:
-            room -= slack
+        room -= slack if placed - start <= 2 else 0
         lacks[packs] = room if room > capacity // FULL else 0
         packs += 1
         offsets[packs] = placed
