@@ -102,7 +102,7 @@ def test_a_killed_run_resumes_to_the_same_losses_and_weights(tmp_path, arguments
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    wait_for(killed / f"checkpoint-{random.choice([2, 4, 6])}", child)
+    wait_for(killed / f"checkpoint-{random.choice([2, 4])}", child)
     child.send_signal(signal.SIGKILL)
     assert child.wait(120) == -signal.SIGKILL
     assert not (killed / "checkpoint-9").exists()
