@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import textwrap
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,12 @@ from ..attention.hf import (
     check_packed,
     check_paged,
     check_rows,
+    declared_state,
     landmark_lengths,
     rotary_limit,
     sequence_limit,
 )
+from ..trainer.loss import attach_loss
 from .load_pretrained import short_error
 from .terminal import printable, table
 from .tiny_model import ATTENTION_DROPOUTS
@@ -32,6 +35,7 @@ from .tiny_model import ATTENTION_DROPOUTS
 if TYPE_CHECKING:
     from rich.console import Console
 
+MASKS, RESETS = "repairing the masks", "resetting states at document boundaries"
 VERDICT_STYLES = {"isolated": "green", "LEAK": "bold red", "WRONG": "bold red"}
 MAX_ROW = 1200
 """Tokens in a row of the check: the memory of eager attention is quadratic in them."""
@@ -60,12 +64,12 @@ class IsolationResult:
     note: str = ""
     condition: str = ""
     """A condition under which training is right."""
-    is_repaired: bool = False
-    """Whether `document_mask`, which our trainers use, makes it right."""
+    repair: str = ""
+    """What our trainers do to make it right; empty if nothing helps, or none is needed."""
 
     @property
     def is_right_in_trainers(self) -> bool:
-        return self.verdict == "isolated" or self.is_repaired
+        return self.verdict == "isolated" or bool(self.repair)
 
     @property
     def is_bad(self) -> bool:
@@ -84,7 +88,8 @@ def check_isolation(oracle: Any, name: str, config: Any = None) -> IsolationResu
     """
     reason = unsupported_reason(oracle) if name == "nopad" else None
     if reason is not None:
-        return IsolationResult(name, "refused", note=reason)
+        repair = _find_repair(with_attention(oracle, name), oracle) if _has_state(oracle) else ""
+        return IsolationResult(name, "refused", note=reason, repair=repair)
     try:
         model = with_attention(oracle, name)
         _check_backward(model)
@@ -107,7 +112,7 @@ def check_isolation(oracle: Any, name: str, config: Any = None) -> IsolationResu
         engine_fault,
         note="; ".join(notes),
         condition=" and ".join(conditions),
-        is_repaired=is_bad and name != "nopad" and _is_repaired(model, oracle, limit),
+        repair=_find_repair(model, oracle) if is_bad and name != "nopad" else "",
     )
 
 
@@ -189,12 +194,25 @@ def tolerance(model: Any) -> float:
     return 1e-3 if model.dtype == torch.float32 else 0.25
 
 
-def _is_repaired(model: Any, oracle: Any, limit: float) -> bool:
-    """Whether nopad's wrapper of the stock masks makes it right."""
-    try:
-        return _check_all_rows(model, oracle, repair=True).within(limit)
-    except Exception:  # a model may fail with masks that it does not expect
-        return False
+def _find_repair(model: Any, oracle: Any) -> str:
+    """Return what our trainers do to make it right; empty if it stays wrong."""
+    model, limit = copy.deepcopy(model), tolerance(model)
+    attach_loss(model)
+    for name, masks in ((RESETS, False), (MASKS, True)):
+        if (name == RESETS and not _has_state(model)) or (masks and _is_nopad(model)):
+            continue
+        with suppress(Exception):  # a model may fail with masks that it does not expect
+            if _check_all_rows(model, oracle, repair=masks).within(limit):
+                return name
+    return ""
+
+
+def _has_state(model: Any) -> bool:
+    return declared_state(model) is not None
+
+
+def _is_nopad(model: Any) -> bool:
+    return model.config._attn_implementation == "nopad"
 
 
 def report(
@@ -249,12 +267,12 @@ def _trainers_verdict(results: list[IsolationResult]) -> tuple[str, bool]:
     They check the same before the first step, and repair the masks of stock attention.
     """
     good = [result for result in results if result.verdict == "isolated"]
-    repaired = [result.name for result in results if result.is_repaired]
     faults = _faults(result for result in results if not result.is_right_in_trainers)
     parts = [f"right with {', '.join(map(_with_condition, good))}"] if good else []
-    parts += [f"right with {', '.join(repaired)} by repairing the masks"] if repaired else []
+    parts += [f"right with {names} by {repair}" for repair, names in _repairs(results)]
+    has_right = bool(parts)
     parts += [f"refused with {faults}"] if faults else []
-    return f"With nopad's trainers: {'; '.join(parts) or 'not known'}.", bool(good or repaired)
+    return f"With nopad's trainers: {'; '.join(parts) or 'not known'}.", has_right
 
 
 def _own_loop_verdict(results: list[IsolationResult]) -> tuple[str, bool]:
@@ -265,11 +283,17 @@ def _own_loop_verdict(results: list[IsolationResult]) -> tuple[str, bool]:
         return "Nothing was checked: no implementation named in --attn runs here.", False
     parts = [f"right with {', '.join(map(_with_condition, good))}"] if good else []
     parts += [f"not with {faults}"] if faults else []
-    repaired = [result.name for result in results if result.is_repaired]
-    if repaired:
-        names = ", ".join(repaired)
-        parts += [f"nopad.attention.document_mask around the forward repairs {names}"]
+    own = {MASKS: "nopad.attention.document_mask around the forward", RESETS: "attach_loss(model)"}
+    parts += [f"{own[repair]} repairs {names}" for repair, names in _repairs(results)]
     return f"In your own loop with PackedCollator: {'; '.join(parts)}.", not faults
+
+
+def _repairs(results: list[IsolationResult]) -> Iterator[tuple[str, str]]:
+    """Yield each repair, and the implementations that need it."""
+    for repair in (MASKS, RESETS):
+        names = [result.name for result in results if result.repair == repair]
+        if names:
+            yield repair, ", ".join(names)
 
 
 def _engine_verdicts(results: list[IsolationResult]) -> Iterator[tuple[str, bool]]:

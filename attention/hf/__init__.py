@@ -1,6 +1,12 @@
 """Transformers: `attn_implementation="nopad"`, which models are supported, and self-checks."""
 
 from .check_rows import check_rows, landmark_lengths
+from .document_states import (
+    decoder_layers,
+    pass_boundaries,
+    run_by_document,
+    stateful_modules,
+)
 from .forward_context import current_varlen, forward_context
 from .interface import check_lengths, register
 from .layer_check import check_every_layer, record_call
@@ -20,6 +26,7 @@ from .mask_patch import (
 )
 from .model_support import (
     check_supported,
+    declared_state,
     drops_kwargs,
     eval_mode,
     layer_shapes,
@@ -64,6 +71,8 @@ __all__ = [
     "check_supported",
     "collect_router_logits",
     "current_varlen",
+    "declared_state",
+    "decoder_layers",
     "document_mask",
     "drops_kwargs",
     "embeddings_replaced",
@@ -82,6 +91,7 @@ __all__ = [
     "nan_max",
     "nopad_attention",
     "packed_batch",
+    "pass_boundaries",
     "probe_positions",
     "random_documents",
     "record_call",
@@ -89,7 +99,9 @@ __all__ = [
     "register",
     "returning_router_logits",
     "rotary_limit",
+    "run_by_document",
     "sequence_limit",
+    "stateful_modules",
     "step_context",
     "uninstall_mask_patch",
     "unsupported_reason",

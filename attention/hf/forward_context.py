@@ -63,6 +63,11 @@ def current_varlen(module: nn.Module | None = None) -> Varlen | None:
     return next((context.varlen for context in contexts if context.is_for(module)), None)
 
 
+def has_context(config: Any) -> bool:
+    """Return whether a `forward_context` for a model of this config is open."""
+    return any(c.configs is None or id(config) in c.configs for c in tuple(_contexts))
+
+
 def _config_ids(model: nn.Module) -> frozenset[int]:
     configs: list[Any] = [vars(module).get("config") for module in model.modules()]
     return frozenset(id(config) for config in configs if config is not None)

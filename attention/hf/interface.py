@@ -21,6 +21,7 @@ from ..varlen import Varlen, batch_cache, start_batch
 from .forward_context import current_varlen
 from .layer_check import record_call
 from .mask_patch import ATTN_IMPLEMENTATION, refuse_mask
+from .model_types import refuse_states
 from .sequence_limits import sequence_limit
 
 
@@ -73,9 +74,9 @@ def attention(
         return value.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[3]), None
     if layer == 0 and not is_in_graph(varlen.max_length):  # compiled layers all read 0
         check_lengths(module, varlen)
-    if layer == 0 and not compiling:
-        _check_head(varlen, query.shape[0])
     rows, columns = query.shape[0], query.shape[2]
+    if not compiling:
+        _check_model(module, varlen, rows, layer)
     # (B, H, T, D) -> (B*T, H, D): a view, if the layer transposed a (B, T, H, D).
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in _cast_to_one_dtype(query, key, value))
     out = attend(
@@ -174,14 +175,15 @@ def _check_call(
             raise ValueError(f"{name}: {extra} is not supported by 'nopad'")
 
 
-def _check_head(varlen: Varlen, rows: int) -> None:
+def _check_model(module: nn.Module, varlen: Varlen, rows: int, layer: int) -> None:
     """Refuse packs in a sequence classifier: it would return one result for all documents of a row.
 
     No argument of the call says what the model is, so the forwards that led here are looked at.
     """
     if varlen.pages is not None or varlen.cu_seqlens.shape[0] <= rows + 1:
         return
-    frame = sys._getframe(1)
+    refuse_states(getattr(module, "config", None))
+    frame = sys._getframe(1) if layer == 0 else None
     while frame is not None:
         if frame.f_code.co_qualname.endswith("ForSequenceClassification.forward"):
             raise ValueError(

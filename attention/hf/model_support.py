@@ -75,14 +75,23 @@ def _declared_reason(model: Any) -> str | None:
         return f"{model_type} {NO_INTERFACE}"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{model_type} {NO_POSITIONS}"
+    if (state := declared_state(model)) is not None:
+        return f"{model_type} " + KEEPS_STATE.format(state)
+    for module in model.modules():
+        name = type(module).__name__
+        if any(word in name for word in _SPARSE_MODULES):
+            return f"{model_type} {SELECTS_KEYS} ({name})"
+    return None
+
+
+def declared_state(model: nn.Module) -> str | None:
+    """Return the module that keeps a recurrent or convolutional state, by its name or parts."""
     for module in model.modules():
         name = type(module).__name__
         if any(word in name for word in _STATEFUL_MODULES):
-            return f"{model_type} " + KEEPS_STATE.format(name)
+            return name
         if hasattr(module, "layer_idx") and any(map(_spans_tokens, module.children())):
-            return f"{model_type} " + KEEPS_STATE.format(f"the convolution of {name}")
-        if any(word in name for word in _SPARSE_MODULES):
-            return f"{model_type} {SELECTS_KEYS} ({name})"
+            return f"the convolution of {name}"
     return None
 
 

@@ -11,9 +11,13 @@ import inspect
 import sys
 from collections.abc import Iterable
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from ..varlen import in_backward
+from .forward_context import has_context
 
 KEEPS_STATE = "keeps a recurrent or convolutional state beside attention ({}), which is not paged"
 NO_INTERFACE = "does not use the attention interface of Transformers"
@@ -46,16 +50,39 @@ def config_reason(config: Any, paged: bool = True) -> str | None:
     types = _UNSUPPORTED_TYPES | (_ONLY_UNPAGED if paged else {})
     if model_type in types:
         return f"{model_type} {types[model_type]}"
-    for name in ("layer_types", "layers_block_type"):
-        for layer_type in getattr(config, name, None) or ():
-            if any(word in layer_type for word in _STATEFUL_LAYERS):
-                return f"{model_type} " + KEEPS_STATE.format(layer_type)
+    if paged and (state := configured_state(config)) is not None:
+        return f"{model_type} " + KEEPS_STATE.format(state)
     if isinstance(getattr(config, "index_topk", None), int):
         return f"{model_type} {SELECTS_KEYS}"
     if getattr(config, "is_causal", True) is False:
         return f"{model_type} is configured as not causal"
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return f"{model_type} attends in both directions (use_bidirectional_attention)"
+    return None
+
+
+def configured_state(config: Any) -> str | None:
+    """Return the kind of layer of a config that keeps a recurrent or convolutional state."""
+    types = (getattr(config, name, None) or () for name in ("layer_types", "layers_block_type"))
+    return _stateful_type(*map(tuple, types))
+
+
+def refuse_states(config: Any) -> None:
+    """Raise for packs in a model with states beside attention, unless its loss resets them."""
+    state = configured_state(config)
+    if state is not None and not has_context(config) and not in_backward():
+        raise ValueError(
+            f"{config.model_type} keeps a recurrent or convolutional state beside attention "
+            f"({state}), which would pass from one document to the next: train it with a trainer "
+            "of nopad.trainer, or call nopad.trainer.loss.attach_loss(model) first"
+        )
+
+
+@cache
+def _stateful_type(*layer_types: tuple[str, ...]) -> str | None:
+    for layer_type in dict.fromkeys(chain(*layer_types)):
+        if any(word in layer_type for word in _STATEFUL_LAYERS):
+            return layer_type
     return None
 
 

@@ -10,6 +10,7 @@ from nopad.attention.hf import PackedDifferences, sequence_limit
 from nopad.cli import doctor_parity
 from nopad.cli.doctor import main
 from nopad.cli.doctor_isolation import (
+    MASKS,
     MAX_NOTE,
     IsolationResult,
     check_isolation,
@@ -68,7 +69,7 @@ def test_an_engine_that_differs_leaves_the_verdict_on_training_as_it_is(
 
 def test_only_what_is_repaired_is_said_to_be(capsys):
     results = [
-        IsolationResult("sdpa", "LEAK", PackedDifferences(1.5, 2.5, 3.5, 4.5), is_repaired=True),
+        IsolationResult("sdpa", "LEAK", PackedDifferences(1.5, 2.5, 3.5, 4.5), repair=MASKS),
         IsolationResult("eager", "LEAK", PackedDifferences(1.5, 2.5, 3.5, 4.5)),
     ]
     model = AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["llama"]()))
@@ -98,7 +99,8 @@ def test_a_wrong_result_without_a_leak_is_told_too(tmp_path, capsys):
 def test_what_is_refused_is_told_with_the_reason(capsys):
     assert main(["qwen3_next", "--attn", "nopad"]) == 2, "nothing was checked"
     text = capsys.readouterr().out
-    assert verdicts(text) == {"nopad": "refused"} and "recurrent" in text
+    assert verdicts(text) == {"nopad": "refused"}
+    assert "trainers: right with nopad by resetting states at document boundaries" in text
     assert "Nothing was checked" in text
 
 
@@ -324,7 +326,7 @@ def test_an_unreadable_model_is_one_line_and_status_two(name, capsys, monkeypatc
 def test_rows_beyond_the_lengths_of_a_model_are_examined(kind):
     oracle = odd_model(kind)
     stock, ours = (check_isolation(oracle, name) for name in ("eager", "nopad"))
-    assert stock.verdict == "WRONG" and not stock.is_repaired
+    assert stock.verdict == "WRONG" and not stock.repair
     assert ours.verdict == "isolated" and "documents of at most 16" in ours.condition
 
 

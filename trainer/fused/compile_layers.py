@@ -32,8 +32,9 @@ from ...attention.hf import (
     install_router_hooks,
     refuse_other_outputs,
     returning_router_logits,
+    run_by_document,
 )
-from .class_swap import FusedLayers, add_forward
+from .class_swap import FusedLayers, add_forward, fused_forwards
 from .experts import ExpertsPart
 
 log = logging.getLogger("nopad.trainer")
@@ -59,6 +60,11 @@ def compile_layers(model: nn.Module, **options: Any) -> FusedLayers:
     )
     if layers is None or not len(layers):
         raise ValueError(f"{type(model).__name__} has no list of decoder layers to compile")
+    if any(run_by_document in fused_forwards(type(module)) for module in layers.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has layers with a state that run document by document, which "
+            "cannot be compiled: train it without compile_layers"
+        )
     install_router_hooks(model)
     forward = CompiledForward({"fullgraph": True, "backend": recompute_backend, **options})
     compiled = FusedLayers()

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attention import document_mask, not_causal_lm_reason
+from ...attention import not_causal_lm_reason
 from ...packing import IGNORE_INDEX
 from ...runtime import HostCopy, to_device, unwrap_peft
 from .auxiliary_loss import AuxiliaryLoss, sum_weights
 from .cross_entropy import linear_cross_entropy
+from .document_states import document_contexts, reset_states
 from .head_bypass import HeadBypass, NoLogits, bypass_of, has_plain_head, split_scale
 from .sequence_parallel import RowShards, check_shardable
 from .token_statistics import token_statistics
@@ -66,6 +67,8 @@ class AttachedLoss:
         self._label_count: HostCopy | None = None
         self._keeps_logits = False
         self._bypass: HeadBypass | None = None
+        self.keeps_state, self.reset_states = reset_states(model)
+        """Whether layers have a recurrent state; the modules that run document by document."""
         self._auxiliary = AuxiliaryLoss(model)
         self._forward = model.forward
         self._prepared_forward = vars(model).get("forward")
@@ -115,6 +118,7 @@ class AttachedLoss:
         if self._bypass is not None:
             self._bypass.remove()
         self._auxiliary.remove()
+        self.reset_states.undo()
         if self._calls_loss:
             del self.model._loss_function
         del self.model.forward
@@ -156,7 +160,7 @@ class AttachedLoss:
                 kwargs = shards.split_inputs(kwargs)
             self._targets = targets, divisor, weights
             self._label_count = count_labels(targets) if bypass is not None else None
-            with self._document_mask(kwargs, targets):
+            with self._documents(kwargs, targets):
                 outputs = self._outputs(bypass, targets, args, kwargs)
                 if shards is not None:
                     outputs, losses = shards.join_outputs(outputs, self.token_losses, shape)
@@ -187,10 +191,12 @@ class AttachedLoss:
         self.aux_loss = self._auxiliary.scale(fields)
         return type(outputs)(**fields)
 
-    def _document_mask(self, kwargs: dict, row: Any) -> AbstractContextManager:
-        if self.mask_documents and "cu_seq_lens_q" in kwargs:
-            return document_mask(kwargs["cu_seq_lens_q"], row.shape[-1])
-        return nullcontext()
+    def _documents(self, kwargs: dict, row: Any) -> AbstractContextManager:
+        """Pass the boundaries to stock masks, or to layers with a state."""
+        cu_seqlens = kwargs.get("cu_seq_lens_q")
+        if cu_seqlens is None or not (self.mask_documents or self.keeps_state):
+            return nullcontext()
+        return document_contexts(self, cu_seqlens, row.shape[-1])
 
     def _loss(self, logits: Tensor, *_: Any, **__: Any) -> Tensor:
         bypass = self._bypass
@@ -326,7 +332,7 @@ def _loss_forward(stock: Callable, is_unprepared: bool = False) -> Callable:
         if labels is None and shift_labels is None:
             inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("position_ids"))
             row = next((tensor for tensor in inputs if tensor is not None), None)
-            with loss._document_mask(kwargs, row):  # the caller may compute a loss from the logits
+            with loss._documents(kwargs, row):  # the caller may compute a loss from the logits
                 return loss._forward(*args, **kwargs)
         _refuse_rounded(num_items_in_batch=num_items_in_batch, loss_weights=loss_weights)
         targets: Any = shift_labels if labels is None else _shift(labels, IGNORE_INDEX)

@@ -93,9 +93,11 @@ def describe_speedups(loss: Any, fused: Any) -> str:
     """
     without_logits = loss is not None and loss.fused
     kernels = ", ".join(fused.names) if fused is not None else ""
+    states = [] if loss is None else loss.reset_states.names
     return (
         f"loss {'without' if without_logits else 'with'} logits, "
         f"{'fused kernels for ' + kernels if kernels else 'no fused kernels'}"
+        f"{', document by document (slow): ' + ', '.join(states) if states else ''}"
     )
 
 

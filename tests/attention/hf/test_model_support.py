@@ -6,7 +6,14 @@ import inspect
 import pytest
 import torch
 from nopad.attention import Varlen, layer_shapes, unsupported_reason
-from nopad.attention.hf import current_varlen, drops_kwargs, forward_context, step_context
+from nopad.attention.hf import (
+    current_varlen,
+    drops_kwargs,
+    forward_context,
+    packed_batch,
+    random_documents,
+    step_context,
+)
 from nopad.attention.hf.model_support import keeps_state
 from nopad.attention.hf.model_types import refuse_unsupported
 from nopad.cli.tiny_model import randomize_weights, tiny_config
@@ -169,8 +176,7 @@ def test_a_context_is_pushed_only_where_keywords_are_dropped(kind, monkeypatch):
 
 
 REFUSED = {
-    "bloom": "attention interface", "codegen": "attention interface", "jamba": "state",
-    "falcon_h1": "state", "recurrent_gemma": "state", "roberta": "pad_token_id",
+    "bloom": "attention interface", "codegen": "attention interface", "roberta": "pad_token_id",
     "bart": "position_ids", "deepseek_v32": "index",
 }  # fmt: skip
 
@@ -179,6 +185,15 @@ REFUSED = {
 def test_types_that_would_ignore_the_name_are_refused_at_the_first_forward(kind):
     with pytest.raises(ValueError, match=f'"nopad" cannot serve this model: .*{REFUSED[kind]}'):
         tiny(kind, "nopad")(input_ids=torch.arange(1, 9)[None], use_cache=False)
+
+
+@pytest.mark.parametrize("kind", ["minimax", "falcon_h1"])
+def test_states_that_nothing_resets_are_refused_in_packs_alone(kind):
+    model = tiny(kind, "nopad")
+    model(input_ids=torch.arange(1, 9)[None], use_cache=False)
+    batch = packed_batch(random_documents(model))
+    with pytest.raises(ValueError, match=r"keeps a .* state .*attach_loss\(model\) first"):
+        model(**batch)
 
 
 def test_a_hybrid_type_whose_layers_all_attend_is_served():

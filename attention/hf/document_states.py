@@ -1,0 +1,184 @@
+"""Recurrent and convolutional states in packed rows: which modules carry one on, and how not to.
+
+    row [aaaa|bb|ccc]  ─▶  mixer(aaaa), mixer(bb), mixer(ccc)  ─▶  one row
+
+A state has to start at zero in every document. Kernels that read the boundaries see to it
+(flash-linear-attention, mamba-ssm, causal-conv1d); the torch code of Transformers does not. So a
+probe looks for the modules through which tokens of one document reach another, and these run
+document by document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..varlen import Varlen, in_backward
+from .forward_context import current_varlen, forward_context
+from .layer_check import recording
+from .model_support import eval_mode, nopad_attention
+from .sequence_limits import frozen_rotary
+
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_PROBE_TOKENS = 8
+
+
+def stateful_modules(model: Any) -> list[nn.Module]:
+    """Return the modules of decoder layers that carry a state into the next document of a row.
+
+    Attention is silent in the probe, so that what still passes between tokens is a state.
+    """
+    if next(model.parameters()).is_meta:
+        return []
+    try:
+        return _leaking(model, packed=True)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # kernels that keep documents apart are not installed: Transformers refuses
+        return _leaking(model, packed=False)
+
+
+def _leaking(model: Any, packed: bool) -> list[nn.Module]:
+    """Run two documents; return the modules in which the second has a gradient in the first.
+
+    packed: pass the boundaries, for kernels that read them.
+    """
+    device, count = next(model.parameters()).device, 2 * _PROBE_TOKENS
+    ids = torch.arange(3, 3 + count, device=device) % model.config.get_text_config().vocab_size
+    cu_seqlens = torch.tensor([0, _PROBE_TOKENS, count], dtype=torch.int32, device=device)
+    lengths = {"max_length_q": _PROBE_TOKENS, "max_length_k": _PROBE_TOKENS}
+    bounds = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, **lengths}
+    positions = torch.arange(count, device=device) % _PROBE_TOKENS
+    modules = list(model.modules())
+    with (
+        _traced_children(model, count) as calls,
+        recording(silent=True),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        eval_mode(model),
+        nopad_attention(modules),
+        frozen_rotary(modules),
+    ):
+        inputs = {"input_ids": ids[None].clone(), "position_ids": positions[None]}
+        model(**inputs, use_cache=False, **(bounds if packed else {}))
+    return [module for module, (x, out) in calls.items() if _reaches_back(x, out)]
+
+
+def _reaches_back(x: Tensor, out: Tensor) -> bool:
+    second = out[:, _PROBE_TOKENS:]
+    cotangent = torch.arange(second.numel(), device=out.device).sin().view_as(second)
+    (gradient,) = torch.autograd.grad(second, x, cotangent.to(out.dtype), allow_unused=True)
+    return gradient is not None and bool(gradient[:, :_PROBE_TOKENS].any())
+
+
+@contextmanager
+def _traced_children(model: Any, tokens: int) -> Iterator[dict[nn.Module, tuple[Tensor, Tensor]]]:
+    """Record input and output of every child of a decoder layer, whose input becomes a leaf."""
+    calls: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+    leaves: dict[nn.Module, Tensor] = {}
+
+    def is_hidden(x: Any) -> bool:
+        return isinstance(x, Tensor) and x.is_floating_point() and x.shape[:2] == (1, tokens)
+
+    def begin(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        names = [name for name, value in kwargs.items() if is_hidden(value)]
+        if args and is_hidden(args[0]):
+            leaves[module] = args[0].detach().requires_grad_()
+            return (leaves[module], *args[1:]), kwargs
+        if names:
+            leaves[module] = kwargs[names[0]].detach().requires_grad_()
+            kwargs = {**kwargs, names[0]: leaves[module]}
+        return args, kwargs
+
+    def end(module: nn.Module, args: tuple, out: Any) -> None:
+        out = out[0] if isinstance(out, tuple) else out
+        if module in leaves and is_hidden(out) and out.requires_grad:
+            calls[module] = leaves[module], out
+
+    handles = []
+    for child in (child for layer in decoder_layers(model) for child in layer.children()):
+        handles += [
+            child.register_forward_pre_hook(begin, with_kwargs=True),
+            child.register_forward_hook(end),
+        ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the decoder layers of a model: its list of modules with the most parameters."""
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    sizes = ((sum(p.numel() for p in layers.parameters()), layers) for layers in lists)
+    return list(max(sizes, key=lambda pair: pair[0], default=(0, ()))[1])
+
+
+def run_by_document(module: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a module on each document of a row, and concatenate; None without boundaries.
+
+    stock: the forward of its class.
+    """
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    if cu_seqlens is None and (varlen := current_varlen(module)) is not None:
+        cu_seqlens = varlen.cu_seqlens
+    if cu_seqlens is None:
+        if in_backward():
+            raise ValueError(
+                f"{type(module).__name__} has a state, and its model does not pass the boundaries "
+                "of documents to checkpointed layers: train it without gradient checkpointing"
+            )
+        return None
+    x = args[0] if args else kwargs["hidden_states"]
+    kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
+    rows, lengths = x.shape[1], _lengths(cu_seqlens, x.shape[1])
+    cut_args = [_split(value, lengths, rows) for value in args]
+    cut_kwargs = {name: _split(value, lengths, rows) for name, value in kwargs.items()}
+    outputs = [
+        stock(module, *(c[i] for c in cut_args), **{k: c[i] for k, c in cut_kwargs.items()})
+        for i in range(len(lengths))
+    ]
+    if not isinstance(outputs[0], tuple):
+        return torch.cat(outputs, 1)
+    return torch.cat([out[0] for out in outputs], 1), *outputs[0][1:]
+
+
+def pass_boundaries(layer: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a layer whose modules do not get its boundaries; None if it has none itself.
+
+    A checkpointed layer is recomputed in the backward, where the context of the model is gone.
+    """
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    if cu_seqlens is None:
+        return None
+    x = args[0] if args else kwargs["hidden_states"]
+    with forward_context(Varlen(cu_seqlens, x.shape[1]), layer):
+        return stock(layer, *args, **kwargs)
+
+
+def _lengths(cu_seqlens: Tensor, tokens: int) -> list[int]:
+    """Return the lengths of the documents of a row, and of its padding.
+
+    >>> _lengths(torch.tensor([0, 2, 2, 5]), 8)
+    [2, 3, 3]
+    """
+    return [b - a for a, b in pairwise([0, *cu_seqlens.tolist(), tokens]) if b > a]
+
+
+def _split(value: Any, lengths: list[int], tokens: int) -> list[Any]:
+    """Return the part of an argument for each document; what has no token dim is passed as it is.
+
+    >>> [part.tolist() for part in _split(torch.tensor([[1, 2, 3]]), [1, 2], 3)]
+    [[[1]], [[2, 3]]]
+    """
+    if isinstance(value, tuple):
+        return list(zip(*(_split(each, lengths, tokens) for each in value), strict=True))
+    if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == tokens:
+        return list(value.split(lengths, 1))
+    return [value] * len(lengths)

@@ -1,0 +1,102 @@
+"""Hybrids and recurrent models: a state starts at zero in every document of a pack."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nopad.attention.hf.leak_check import leaked_gradient
+from nopad.cli.tiny_model import randomize_weights, tiny_model
+from nopad.trainer.loss import attach_loss
+from nopad.trainer.with_hf import PackedTrainer
+from tiny_run import dataset
+from transformers import TrainingArguments
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+FAST = ["jamba", "lfm2", "mamba2", "qwen3_next"]
+SLOW = [
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "kimi_linear", "lfm2_moe", "mamba",
+    "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "recurrent_gemma",
+    "zamba2",
+]  # fmt: skip
+KINDS = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
+DROPS_BOUNDARIES = {"falcon_mamba", "mamba", "mamba2"}
+"""Types whose checkpointed layers cannot know where documents begin."""
+DOCUMENTS = [[5, 6, 7, 8, 9], [11, 12], [13, 14, 15, 16, 17, 18, 19], [4, 9]]
+
+
+def tiny(kind):
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind]()
+    model, _ = tiny_model(config, every_kind=True, attn_implementation="nopad")
+    randomize_weights(model)
+    return model.train()
+
+
+def pack(documents):
+    """A row with its boundaries and labels."""
+    ends = torch.tensor([len(d) for d in documents]).cumsum(0).tolist()
+    bounds, longest = torch.tensor([0, *ends], dtype=torch.int32), max(map(len, documents))
+    return {
+        "input_ids": torch.tensor([[t for d in documents for t in d]]),
+        "position_ids": torch.cat([torch.arange(len(d)) for d in documents])[None],
+        "labels": torch.tensor([[t for d in documents for t in (-100, *d[1:])]]),
+        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds),
+        **dict.fromkeys(("max_length_q", "max_length_k"), longest),
+        "use_cache": False,
+    }
+
+
+def loss_and_gradients(model, *packs):
+    model.zero_grad()
+    losses = [model(**batch, num_items_in_batch=12).loss for batch in packs]
+    for loss in losses:
+        loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return sum(loss.item() for loss in losses), gradients
+
+
+def assert_like_one_by_one(model):
+    loss, gradients = loss_and_gradients(model, pack(DOCUMENTS))
+    expected, alone = loss_and_gradients(model, *(pack([d]) for d in DOCUMENTS))
+    assert loss == pytest.approx(expected, rel=1e-5)
+    for name, gradient in gradients.items():
+        assert (gradient - alone[name]).norm() <= 1e-4 * alone[name].norm() + 1e-7, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_is_one_by_one(kind):
+    model = tiny(kind)
+    loss = attach_loss(model)
+    assert loss.reset_states.names
+    assert_like_one_by_one(model)
+    batch = pack(DOCUMENTS)
+    del batch["labels"]
+    assert leaked_gradient(model, batch, [len(d) for d in DOCUMENTS]) == 0.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointed_layers_know_the_documents_or_say_that_they_do_not(kind):
+    model = tiny(kind)
+    model.gradient_checkpointing_enable()
+    attach_loss(model)
+    if kind not in DROPS_BOUNDARIES:
+        return assert_like_one_by_one(model)
+    with pytest.raises(ValueError, match="train it without gradient checkpointing"):
+        loss_and_gradients(model, pack(DOCUMENTS))
+
+
+def test_a_trainer_says_what_runs_document_by_document(tmp_path, capsys):
+    args = TrainingArguments(tmp_path, max_steps=2, use_cpu=True, report_to="none")
+    trainer = PackedTrainer(tiny("lfm2"), args, train_dataset=dataset())
+    trainer.train()
+    said = capsys.readouterr().out
+    assert "leak check 0.0" in said and "document by document (slow): Lfm2ShortConv" in said
+
+
+def test_detaching_gives_the_classes_back():
+    model = tiny("lfm2")
+    before = [type(module) for module in model.modules()]
+    loss = attach_loss(model)
+    assert [type(module) for module in model.modules()] != before
+    loss.detach()
+    assert [type(module) for module in model.modules()] == before

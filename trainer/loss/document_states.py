@@ -1,0 +1,52 @@
+"""Boundaries for what would not respect them: stock masks, and layers with a recurrent state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from ...attention import Varlen, document_mask, forward_context
+from ...attention.hf import (
+    declared_state,
+    decoder_layers,
+    pass_boundaries,
+    run_by_document,
+    stateful_modules,
+)
+from ..fused.class_swap import FusedLayers, add_forward
+
+
+def reset_states(model: Any) -> tuple[bool, FusedLayers]:
+    """Run the modules of a causal LM that carry a state on document by document, in packed rows.
+
+    Returns whether the model has a state at all, and these modules. Those whose kernels read the
+    boundaries stay as they are.
+    """
+    reset = FusedLayers()
+    if declared_state(model) is None:
+        return False, reset
+    found = stateful_modules(model)
+    for module in found:
+        reset.swap(module, add_forward(type(module), run_by_document))
+        reset.add_name(type(module).__name__)
+    for layer in decoder_layers(model) if found else ():
+        if not {*layer.children()}.isdisjoint(found):
+            reset.swap(layer, add_forward(type(layer), pass_boundaries))
+    return True, reset
+
+
+@contextmanager
+def document_contexts(loss: Any, cu_seqlens: Tensor, tokens: int) -> Iterator[None]:
+    """Pass the boundaries of a row to the stock masks and to layers with a state inside.
+
+    loss: the attached loss of the model; tokens: of the row.
+    """
+    with ExitStack() as contexts:
+        if loss.mask_documents:
+            contexts.enter_context(document_mask(cu_seqlens, tokens))
+        if loss.keeps_state:
+            contexts.enter_context(forward_context(Varlen(cu_seqlens, tokens), loss.model))
+        yield
