@@ -5,7 +5,7 @@ An array of starts for 10^9 documents would take 8 GB in every process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -42,6 +42,49 @@ class MappedBegins:
                 return False
             end = int(ends[-1])
         return True
+
+
+IN_MEMORY = 1 << 24
+"""Documents whose lengths are copied into one array; those of more stay in their index files."""
+
+
+def join_lengths(parts: Sequence[np.ndarray]) -> np.ndarray | JoinedLengths:
+    """Return the lengths of several arrays as one."""
+    if len(parts) == 1:
+        return parts[0]
+    if sum(map(len, parts)) <= IN_MEMORY:
+        return np.concatenate([np.zeros(0, np.int64), *parts])
+    return JoinedLengths(parts)
+
+
+class JoinedLengths:
+    """Lengths that stay in several mapped files, read by the numbers of documents.
+
+    >>> JoinedLengths([np.array([5, 6]), np.array([7])])[np.array([2, 0])].tolist()
+    [7, 5]
+    """
+
+    def __init__(self, parts: Sequence[np.ndarray]):
+        self.parts = parts
+        self.firsts = np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def __getitem__(self, documents: np.ndarray | slice) -> np.ndarray:
+        if isinstance(documents, slice):
+            documents = np.arange(*documents.indices(len(self)))
+        order = np.argsort(documents, kind="stable")
+        cuts = np.searchsorted(documents[order], self.firsts)
+        found = np.empty(len(documents), np.int64)
+        for part in np.flatnonzero(np.diff(cuts)).tolist():
+            some = order[cuts[part] : cuts[part + 1]]
+            found[some] = self.parts[part][documents[some] - self.firsts[part]]
+        return found
+
+    def max(self, initial: int = 0) -> int:
+        """Return the largest length."""
+        return max([initial, *(int(part.max(initial=initial)) for part in self.parts)])
 
 
 def is_arange(values: np.ndarray) -> bool:

@@ -1,0 +1,515 @@
+"""Tokenize a source once: rows are encoded into the shards of a corpus, which any run reads.
+
+    source ─▶ ranges ─▶ write_shard(job, number) ─▶ 00000.bin .idx .mask? .json ─▶ manifest.json
+              │           │ in processes here, in Ray tasks, in the tasks of a Slurm array
+              └ of the source alone, so that the files do not depend on what wrote them
+
+A job that was interrupted continues with the shards that are missing. Rows that can only be read in
+order (iterables, streams, one compressed file) are read here and encoded in the processes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait as wait_for
+from pathlib import Path
+from threading import Thread
+from typing import Any, Literal
+
+import numpy as np
+
+from ..argument_checks import check_counts
+from ..preparation_progress import TokenProgress
+from ..sample import Sample
+from ..sources.corpus import (
+    FORMAT,
+    JOB,
+    MANIFEST,
+    corpus_fingerprint,
+    open_shards,
+    read_json,
+    shard_name,
+    write_json,
+)
+from ..sources.in_memory import TokenRowSource
+from ..sources.local_folder import Folder, LocalFolder, open_folder
+from ..sources.open_source import open_source
+from ..sources.source import Row, RowSource
+from ..sources.token_files import MegatronWriter
+from ..sources.token_store import TokenArray
+from ..state.fingerprint import (
+    package_version,
+    template_fingerprint,
+    tokenizer_fingerprint,
+)
+from .encoder import ENCODE_BATCH, Encoder, encode_rows, encoded_settings, raise_or_skip
+from .report import SkippedRows
+from .row_format import RowFormat
+
+RANGE_BYTES, MAX_RANGES = 16 << 20, 1024
+"""Bytes of a range of rows; ranges of large sources have more, so that there are not too many."""
+RANGE_ROWS = 16384
+"""Rows of a range if the size of the source is unknown."""
+POLL_SECONDS = 0.5
+Report = Callable[[int], None]
+"""Is called with the number of tokens that were written."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that determines the files of a corpus."""
+
+    source: RowSource
+    encoder: Encoder
+    folder: Folder
+    ranges: list[tuple[int, int]] | None
+    """One per shard; None: the rows are read in order, RANGE_BYTES per shard."""
+    skips_errors: bool = False
+    max_length: int | None = None
+    """A longer document raises."""
+
+    @classmethod
+    def of(cls, source: RowSource, encoder: Encoder, folder: Folder, **options: Any) -> Job:
+        """Cut a source into ranges, by its size alone."""
+        if source.num_bytes is not None:
+            size, each = source.num_bytes, RANGE_BYTES
+        else:
+            size, each = source.num_rows() or 0, RANGE_ROWS
+        ranges = source.ranges(min(MAX_RANGES, -(-size // each)))
+        return cls(source, encoder, folder, ranges, **options)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of the tokens on disk, one that Megatron reads."""
+        size = self.encoder.vocab_size
+        return np.dtype("<u2" if size is not None and size <= 1 << 16 else "<i4")
+
+    def header(self) -> dict:
+        """Return what a continued job must have in common with the one that was interrupted."""
+        encoder = self.encoder
+        return {
+            "format": FORMAT,
+            "source": self.source.name,
+            "source_fingerprint": self.source.fingerprint(),
+            "tokenizer": tokenizer_fingerprint(encoder.tokenizer, template=False),
+            "template": template_fingerprint(encoder.tokenizer),
+            "encoded": encoded_settings(encoder),
+            "vocab_size": encoder.vocab_size,
+            "on_error": "skip" if self.skips_errors else "raise",
+            "versions": {name: package_version(name) for name in ("nopad", "tokenizers")},
+            "dtype": self.dtype.name,
+            "num_ranges": None if self.ranges is None else len(self.ranges),
+        }
+
+
+def tokenize(
+    source: Any,
+    out: str | os.PathLike,
+    *,
+    tokenizer: Any = None,
+    text_column: str = "text",
+    format: RowFormat | None = None,
+    add_eos: bool | int = True,
+    vocab_size: int | None = None,
+    on_error: Literal["raise", "skip"] = "raise",
+    glob: str | None = None,
+    dtype: str | None = None,
+    processes: int | None = None,
+    engine: Literal["local", "ray"] = "local",
+    part: tuple[int, int] | None = None,
+) -> dict | None:
+    """Encode a source into a folder of tokens that `PackedDataset(out)` reads; return its manifest.
+
+    A job that was interrupted continues when it is called again with the same arguments. The files
+    do not depend on the number of processes, the engine or interruptions.
+
+    Args:
+        source: any source of `PackedDataset`.
+        out: folder or URL to write to.
+        tokenizer: a Hugging Face tokenizer or a function from text to ids; for rows without ids.
+        text_column: name of the column with the text.
+        format: layout of the rows: "alpaca", "sharegpt", or a function that converts a row.
+        add_eos: end texts with the tokenizer's eos (True), with this id, or not at all (False); in
+            a flat token file, the id between documents.
+        vocab_size: larger or equal ids are refused; default: the tokenizer's.
+        on_error: "raise" at a row that cannot be used, or "skip" and count it.
+        glob: pattern of the files to read in a folder, such as "*.jsonl".
+        dtype: integer type of a flat token file, "uint16" or "uint32".
+        processes: processes that encode; default: one for each CPU core. Ray: tasks at a time.
+        engine: "local" for processes of this machine, "ray" for tasks of a Ray cluster.
+        part: (i, n): write only the i-th of n parts of the shards, counted from 0, and no manifest.
+            Jobs of several machines write all parts; a call without `part` then completes them.
+    """
+    encoder = Encoder(
+        tokenizer, text_column=text_column, format=format, add_eos=add_eos, vocab_size=vocab_size
+    )
+    opened = open_source(
+        source, text_column=text_column, glob=glob, dtype=dtype, eos_token_id=encoder.eos_token_id
+    )
+    rows = opened if isinstance(opened, RowSource) else TokenRowSource(opened, opened[0].name)
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f'on_error {on_error!r}: choose "raise" or "skip"')
+    job = Job.of(rows, encoder, open_folder(out), skips_errors=on_error == "skip")
+    return run_job(job, processes=processes, engine=engine, part=part)
+
+
+def run_job(
+    job: Job,
+    processes: int | None = None,
+    engine: str = "local",
+    part: tuple[int, int] | None = None,
+    wait: bool = False,
+) -> dict | None:
+    """Write the shards that are missing, and the manifest; return it, None if a part was written.
+
+    wait: wait for another process that writes to the folder, instead of raising.
+    """
+    (processes,) = check_counts(processes=processes)
+    runners = {"local": run_processes, "ray": _run_ray}
+    if engine not in runners:
+        raise ValueError(f'engine={engine!r}: choose "local" or "ray"')
+    job.folder.create()
+    with job.folder.lock(shared=part is not None, wait=wait):
+        header = job.header()
+        records, manifest = _start(job, header)
+        if manifest is not None and len(records) == len(manifest["shards"]):
+            _remove_job(job.folder, records)
+            return manifest
+        missing = _missing(job, records, part)
+        with closing(TokenProgress(f"tokenizing {job.source.name}")) as progress:
+            try:
+                runners[engine](job, records, missing, processes or cpu_count(), progress)
+            except OSError as error:
+                raise OSError(
+                    f"{error}: {len(records)} shards of {job.folder} are complete; fix this and "
+                    "run the same again, which continues"
+                ) from error
+        if part is not None:
+            return None
+        if isinstance(job.folder, LocalFolder):
+            job.folder.remove_drafts()
+        return _finish(job, header, records)
+
+
+def cpu_count() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _start(job: Job, header: dict) -> tuple[dict[int, dict], dict | None]:
+    """Begin the job, or continue it; return the records of complete shards, and the manifest."""
+    manifest = read_json(job.folder, MANIFEST)
+    started = manifest or read_json(job.folder, JOB)
+    records = _read_records(job.folder, manifest)
+    if started is not None and (records or manifest):
+        _check_same(job.folder, header, started)
+    elif started != header:
+        job.folder.remove(*(f"{shard_name(number)}.json" for number in records))
+        write_json(job.folder, JOB, header)
+        records = {}
+    return records, manifest
+
+
+def _check_same(folder: Folder, header: Mapping, other: Mapping, what: str = "") -> None:
+    """Raise if the tokens in a folder were made from something else, naming the difference."""
+    for name, value in header.items():
+        found = other.get(name)
+        if isinstance(value, dict) and isinstance(found, dict):
+            _check_same(folder, value, found, f"{name}, ")
+        elif found != value:
+            raise ValueError(
+                f"{folder} has other tokens ({what}{name}: {found}, here {value}): pass another "
+                "folder, or restore what has changed to continue"
+            )
+
+
+def _read_records(folder: Folder, manifest: Mapping | None) -> dict[int, dict]:
+    """Return the records of the shards whose files have the right sizes."""
+    sizes = folder.sizes()
+    if manifest is not None:
+        records = dict(enumerate(manifest.get("shards", [])))
+    else:
+        stems = [name[: -len(".json")] for name in sizes if name.endswith(".json")]
+        found = {int(s): read_json(folder, f"{s}.json") for s in stems if s.isdecimal()}
+        records = {number: record for number, record in found.items() if record is not None}
+    return {
+        number: record
+        for number, record in records.items()
+        if all(
+            sizes.get(shard_name(number) + suffix) == size
+            for suffix, (size, _) in record["files"].items()
+        )
+    }
+
+
+def _missing(job: Job, records: Mapping[int, dict], part: tuple[int, int] | None) -> list[int]:
+    if job.ranges is None:
+        if part is not None:
+            raise ValueError(
+                f"the rows of {job.source.name} can only be read in order, not in parts: omit part="
+            )
+        return []
+    index, parts = part or (0, 1)
+    if not 0 <= index < parts:
+        raise ValueError(f"part {index} of {parts}: the parts of {parts} are 0 to {parts - 1}")
+    return [n for n in range(index, len(job.ranges), parts) if n not in records]
+
+
+def write_shard(
+    job: Job, number: int, rows: Iterable[Row] | None = None, report: Report = lambda tokens: None
+) -> dict:
+    """Read, encode and write one shard; return its record.
+
+    The files depend on the job and the number only, or on the rows if they are given.
+    """
+    if rows is None:
+        assert job.ranges is not None
+        rows = job.source.read_range(*job.ranges[number])
+    before = _file_stamps(job.source)
+    counts, skipped = {"documents": 0, "tokens": 0, "longest": 0}, SkippedRows()
+    job.encoder.used_template = False
+    with job.folder.draft() as draft:
+        writer = MegatronWriter(draft / shard_name(number), job.dtype)
+        for tokens, lengths, mask in _encode(job, rows, skipped if job.skips_errors else None):
+            writer.add(tokens, lengths, mask)
+            counts["documents"] += len(lengths)
+            counts["tokens"] += len(tokens)
+            counts["longest"] = max(counts["longest"], int(lengths.max(initial=0)))
+            report(len(tokens))
+        files = writer.close()
+        if _file_stamps(job.source) != before:
+            raise ValueError(changed_message(job))
+    record = {
+        **counts,
+        "uses_template": job.encoder.used_template,
+        "skipped": {"rows": skipped.rows, "reasons": skipped.reasons},
+        "files": files,
+    }
+    write_json(job.folder, f"{shard_name(number)}.json", record)
+    return record
+
+
+def _encode(
+    job: Job, rows: Iterable[Row], skipped: SkippedRows | None
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+    """Yield tokens, lengths and label masks of batches of rows."""
+    rows = iter(rows)
+    while batch := list(islice(rows, ENCODE_BATCH)):
+        encoded = encode_rows(batch, job.encoder, job.max_length)
+        samples = list(raise_or_skip(encoded, skipped))
+        if samples:
+            yield _join(samples)
+
+
+def _join(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    tokens = np.concatenate([sample.tokens for sample in samples])
+    lengths = np.array([len(sample) for sample in samples], np.int64)
+    mask = np.concatenate([sample.labels for sample in samples]) == tokens
+    is_default = np.count_nonzero(mask) == len(tokens) - len(samples)
+    return tokens, lengths, None if is_default else mask
+
+
+def _file_stamps(source: RowSource) -> list[tuple[int, int]]:
+    """Return size and time of change of local files."""
+    status = [path.stat() for path in source.paths if isinstance(path, Path)]
+    return [(each.st_size, each.st_mtime_ns) for each in status]
+
+
+def changed_message(job: Job) -> str:
+    """Say that the source has changed."""
+    return (
+        f"{job.source.name} has changed while it was read: restore it and run the same again, "
+        f"which continues, or tokenize the new content into another folder than {job.folder}"
+    )
+
+
+def _finish(job: Job, header: dict, records: Mapping[int, dict]) -> dict:
+    """Write the manifest."""
+    shards = [records[number] for number in range(len(records))]
+    if job.source.fingerprint() != header["source_fingerprint"]:
+        raise ValueError(changed_message(job))
+    skipped = SkippedRows()
+    for shard in shards:
+        skipped.merge(SkippedRows(**shard["skipped"]))
+    manifest = {
+        **header,
+        "documents": sum(shard["documents"] for shard in shards),
+        "tokens": sum(shard["tokens"] for shard in shards),
+        "longest": max((shard["longest"] for shard in shards), default=0),
+        "uses_template": any(shard["uses_template"] for shard in shards),
+        "skipped": {"rows": skipped.rows, "reasons": skipped.reasons},
+        "fingerprint": corpus_fingerprint(open_shards(job.folder, shards, job.source.name)),
+        "shards": shards,
+    }
+    write_json(job.folder, MANIFEST, manifest)
+    _remove_job(job.folder, records)
+    return manifest
+
+
+def _remove_job(folder: Folder, records: Iterable[int]) -> None:
+    folder.remove(JOB, *(f"{shard_name(number)}.json" for number in records))
+
+
+def _run_ray(*args: Any) -> None:
+    from .ray_tasks import run_tasks
+
+    run_tasks(*args)
+
+
+def encode_source(
+    source: RowSource,
+    encoder: Encoder,
+    skipped: SkippedRows | None,
+    number: int = 0,
+    max_length: int | None = None,
+) -> TokenArray:
+    """Read and encode every row of a source; `number` is its index in a mixture."""
+    rows, samples, tokens = source.read(0, 1), [], 0
+    num_rows, num_bytes, done = source.num_rows(), source.num_bytes, 0
+    size = num_bytes if num_rows is None else num_rows
+    with closing(TokenProgress(f"encoding {source.name}")) as progress:
+        while batch := list(islice(rows, ENCODE_BATCH)):
+            encoded = list(raise_or_skip(encode_rows(batch, encoder, max_length), skipped))
+            samples += encoded
+            tokens += sum(map(len, encoded))
+            if num_rows is None and size is not None:
+                done += sum(source.row_bytes(row.value) for row in batch)
+            else:
+                done += len(batch)
+            progress.update(tokens, None if size is None else tokens * size / done)
+    return TokenArray.of(samples, source.name, number)
+
+
+class ShardProgress:
+    """Estimates the tokens of all shards from those that are complete."""
+
+    def __init__(self, job: Job, records: dict[int, dict], progress: TokenProgress):
+        self.job, self.records, self.progress = job, records, progress
+        self.tokens_before = sum(record["tokens"] for record in records.values())
+
+    def add(self, number: int, record: dict) -> None:
+        """Count a shard that is complete."""
+        self.records[number] = record
+
+    def show(self, new_tokens: int | None = None) -> None:
+        """Show the progress; new_tokens: written since the start, default: by complete shards."""
+        complete = sum(record["tokens"] for record in self.records.values())
+        done = max(complete - self.tokens_before, new_tokens or 0)
+        total = None
+        if self.job.ranges is not None and complete:
+            size = sum(end - begin for begin, end in self.job.ranges)
+            part = sum(self.job.ranges[n][1] - self.job.ranges[n][0] for n in self.records)
+            total = round(complete * size / max(1, part)) - self.tokens_before
+        self.progress.update(done, total)
+
+
+def run_processes(
+    job: Job,
+    records: dict[int, dict],
+    missing: list[int],
+    processes: int,
+    progress: TokenProgress,
+) -> None:
+    """Write shards in processes of this machine; `records` gets theirs."""
+    shown = ShardProgress(job, records, progress)
+    if job.ranges is not None and min(processes, len(missing)) <= 1:
+        tokens = _Counter()
+        for number in missing:
+            report = tokens.report_to(shown)
+            shown.add(number, write_shard(job, number, report=report))
+        return
+    context = get_context("fork" if sys.platform == "linux" else "spawn")
+    counter = context.Value("q", 0)
+    pool = ProcessPoolExecutor(processes, context, _start_worker, (job, counter))
+    try:
+        running: dict[Future, int] = {}
+        for number, rows in _tasks(job, records, missing):
+            running[pool.submit(_write_in_worker, number, rows)] = number
+            while len(running) > 2 * processes:
+                _collect(running, shown, counter)
+        while running:
+            _collect(running, shown, counter)
+    except BrokenProcessPool:
+        raise OSError("a process that tokenizes was killed, maybe for lack of memory") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class _Counter:
+    def __init__(self):
+        self.tokens = 0
+
+    def report_to(self, shown: ShardProgress) -> Report:
+        def report(tokens: int) -> None:
+            self.tokens += tokens
+            shown.show(self.tokens)
+
+        return report
+
+
+def _tasks(
+    job: Job, records: Mapping[int, dict], missing: list[int]
+) -> Iterator[tuple[int, list[Row] | None]]:
+    """Yield the shards to write; with their rows, if these can only be read in order."""
+    if job.ranges is not None:
+        yield from ((number, None) for number in missing)
+        return
+    for number, rows in enumerate(_rows_in_order(job)):
+        if number not in records:
+            yield number, rows
+
+
+def _rows_in_order(job: Job) -> Iterator[list[Row]]:
+    """Yield the rows of each shard of a source that can only be read in order."""
+    rows: list[Row] = []
+    size = 0
+    for row in job.source.read(0, 1):
+        rows.append(row._replace(cursor=None))
+        size += job.source.row_bytes(row.value)
+        if size >= RANGE_BYTES:
+            yield rows
+            rows, size = [], 0
+    if rows:
+        yield rows
+
+
+def _collect(running: dict[Future, int], shown: ShardProgress, counter: Any) -> None:
+    """Wait for a shard, and take its record."""
+    done, _ = wait(running, POLL_SECONDS, FIRST_COMPLETED)
+    for future in sorted(done, key=running.__getitem__):
+        shown.add(running.pop(future), future.result())
+    shown.show(counter.value)
+
+
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(job: Job, counter: Any) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes use all cores
+    _worker.update(job=job, counter=counter)
+    Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    wait_for([parent.sentinel])
+    os._exit(1)  # the parent was killed, and nobody waits for this process
+
+
+def _write_in_worker(number: int, rows: list[Row] | None) -> dict:
+    counter = _worker["counter"]
+
+    def report(tokens: int) -> None:
+        with counter.get_lock():
+            counter.value += tokens
+
+    return write_shard(_worker["job"], number, rows, report)
