@@ -46,7 +46,7 @@ class TokenProgress:
         self.tokens, now = tokens, time.monotonic()
         if self._bar.disable and now - self._last_line >= LINE_INTERVAL:
             self._last_line = now
-            _say(self.line(now - self._start))
+            say(self.line(now - self._start))
 
     def line(self, seconds: float) -> str:
         """Describe the progress after these seconds.
@@ -86,7 +86,7 @@ class _Announcement(event.Listener):
         when = f"at the first start only; kept in {folder}"
         if not folder:
             when = "at every start: set NUMBA_CACHE_DIR to a persistent folder"
-        _say(f"compiling {self.what} (about 20 s, {when})")
+        say(f"compiling {self.what} (about 20 s, {when})")
 
     def on_end(self, event: Any) -> None:
         pass
@@ -96,6 +96,7 @@ def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """Print a line, on the first rank."""
     if _is_first_rank():
         tqdm.write(f"nopad: {message}", file=sys.stderr)

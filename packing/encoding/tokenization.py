@@ -27,7 +27,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..argument_checks import check_counts
-from ..preparation_progress import TokenProgress
+from ..preparation_progress import TokenProgress, say
 from ..sample import Sample
 from ..sources.corpus import (
     FORMAT,
@@ -39,7 +39,7 @@ from ..sources.corpus import (
     shard_name,
     write_json,
 )
-from ..sources.in_memory import TokenRowSource
+from ..sources.in_memory import IterableSource, TokenRowSource
 from ..sources.local_folder import Folder, LocalFolder, open_folder
 from ..sources.open_source import open_source
 from ..sources.source import Row, RowSource
@@ -53,6 +53,7 @@ from ..state.fingerprint import (
 from .encoder import ENCODE_BATCH, Encoder, encode_rows, encoded_settings, raise_or_skip
 from .report import SkippedRows
 from .row_format import RowFormat
+from .text_encoder import CHECKED_BYTES, choose_encoder
 
 RANGE_BYTES, MAX_RANGES = 16 << 20, 1024
 """Bytes of a range of rows; ranges of large sources have more, so that there are not too many."""
@@ -184,6 +185,7 @@ def run_job(
             _remove_job(job.folder, records)
             return manifest
         missing = _missing(job, records, part)
+        _choose_encoder(job)
         with closing(TokenProgress(f"tokenizing {job.source.name}")) as progress:
             try:
                 runners[engine](job, records, missing, processes or cpu_count(), progress)
@@ -197,6 +199,24 @@ def run_job(
         if isinstance(job.folder, LocalFolder):
             job.folder.remove_drafts()
         return _finish(job, header, records)
+
+
+def _choose_encoder(job: Job) -> None:
+    """Use a faster encoder for plain text, if it is exact on the first of it; say which."""
+    encoder = job.encoder
+    is_iterator = isinstance(job.source, IterableSource) and job.source.single_use
+    rows = filter(None, [job.source.first()]) if is_iterator else job.source.read(0, 1)
+    texts, size = [], 0
+    for row in rows:
+        text = encoder.plain_text(row.value)
+        texts += [] if text is None else [text]
+        size += len(text or "")
+        if text is None or size > CHECKED_BYTES:
+            break
+    if texts:
+        encoder.text_encoder, line = choose_encoder(encoder.tokenizer, texts)
+        if size > CHECKED_BYTES:
+            say(line)
 
 
 def cpu_count() -> int:
@@ -301,8 +321,13 @@ def _encode(
     job: Job, rows: Iterable[Row], skipped: SkippedRows | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
     """Yield tokens, lengths and label masks of batches of rows."""
-    rows = iter(rows)
+    rows, is_first = iter(rows), True
     while batch := list(islice(rows, ENCODE_BATCH)):
+        texts = job.encoder.encode_texts([row.value for row in batch], is_first)
+        is_first = False
+        if texts is not None and int(texts[1].max()) <= (job.max_length or sys.maxsize):
+            yield *texts, None
+            continue
         encoded = encode_rows(batch, job.encoder, job.max_length)
         samples = list(raise_or_skip(encoded, skipped))
         if samples:
@@ -420,7 +445,9 @@ def run_processes(
 ) -> None:
     """Write shards in processes of this machine; `records` gets theirs."""
     shown = ShardProgress(job, records, progress)
-    if job.ranges is not None and min(processes, len(missing)) <= 1:
+    # Threads of a faster encoder would be lost in processes that are forked later.
+    in_process = job.encoder.text_encoder is None or job.encoder.text_encoder.library != "fastokens"
+    if in_process and job.ranges is not None and min(processes, len(missing)) <= 1:
         tokens = _Counter()
         for number in missing:
             report = tokens.report_to(shown)
@@ -493,7 +520,7 @@ _worker: dict[str, Any] = {}
 
 
 def _start_worker(job: Job, counter: Any) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes use all cores
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     _worker.update(job=job, counter=counter)
     Thread(target=_exit_with_parent, daemon=True).start()
 
