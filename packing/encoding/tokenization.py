@@ -42,6 +42,7 @@ from ..sources.corpus import (
 from ..sources.in_memory import IterableSource, TokenRowSource
 from ..sources.local_folder import Folder, LocalFolder, open_folder
 from ..sources.open_source import open_source
+from ..sources.remote import is_url
 from ..sources.source import Row, RowSource
 from ..sources.token_files import MegatronWriter
 from ..sources.token_store import TokenArray
@@ -152,6 +153,8 @@ def tokenize(
     encoder = Encoder(
         tokenizer, text_column=text_column, format=format, add_eos=add_eos, vocab_size=vocab_size
     )
+    if isinstance(source, str | Path) and not is_url(source) and os.path.exists(source):
+        source = Path(os.path.abspath(source))  # processes of other machines start elsewhere
     opened = open_source(
         source, text_column=text_column, glob=glob, dtype=dtype, eos_token_id=encoder.eos_token_id
     )
@@ -188,7 +191,7 @@ def run_job(
         _choose_encoder(job)
         with closing(TokenProgress(f"tokenizing {job.source.name}")) as progress:
             try:
-                runners[engine](job, records, missing, processes or cpu_count(), progress)
+                runners[engine](job, records, missing, processes, progress)
             except OSError as error:
                 raise OSError(
                     f"{error}: {len(records)} shards of {job.folder} are complete; fix this and "
@@ -440,11 +443,11 @@ def run_processes(
     job: Job,
     records: dict[int, dict],
     missing: list[int],
-    processes: int,
+    processes: int | None,
     progress: TokenProgress,
 ) -> None:
     """Write shards in processes of this machine; `records` gets theirs."""
-    shown = ShardProgress(job, records, progress)
+    shown, processes = ShardProgress(job, records, progress), processes or cpu_count()
     # Threads of a faster encoder would be lost in processes that are forked later.
     in_process = job.encoder.text_encoder is None or job.encoder.text_encoder.library != "fastokens"
     if in_process and job.ranges is not None and min(processes, len(missing)) <= 1:
@@ -458,7 +461,7 @@ def run_processes(
     pool = ProcessPoolExecutor(processes, context, _start_worker, (job, counter))
     try:
         running: dict[Future, int] = {}
-        for number, rows in _tasks(job, records, missing):
+        for number, rows in shard_tasks(job, records, missing):
             running[pool.submit(_write_in_worker, number, rows)] = number
             while len(running) > 2 * processes:
                 _collect(running, shown, counter)
@@ -482,7 +485,7 @@ class _Counter:
         return report
 
 
-def _tasks(
+def shard_tasks(
     job: Job, records: Mapping[int, dict], missing: list[int]
 ) -> Iterator[tuple[int, list[Row] | None]]:
     """Yield the shards to write; with their rows, if these can only be read in order."""

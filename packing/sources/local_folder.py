@@ -117,4 +117,4 @@ def open_folder(place: str | os.PathLike) -> Folder:
     if is_url(place):
         path = local_path(place)
         return RemoteFolder(place) if path is None else LocalFolder(path)
-    return LocalFolder(Path(os.path.expanduser(place)))
+    return LocalFolder(Path(os.path.abspath(os.path.expanduser(place))))

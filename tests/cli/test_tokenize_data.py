@@ -47,6 +47,6 @@ def test_parts_are_completed_by_the_same_command(saved, capsys):
 
 
 def test_a_fault_is_one_line_with_the_option(saved, capsys):
-    tokenizer, rows, out = saved
+    _, rows, out = saved
     assert main(["tokenize", rows, "--out", out]) == 2
     assert "a row of text needs a tokenizer: pass --tokenizer" in capsys.readouterr().err
