@@ -116,8 +116,8 @@ class Encoder:
         """
         if self.text_encoder is None or self.format is not None or self._lacks_eos:
             return None
-        texts = [self.plain_text(row) for row in rows]
-        if None in texts:
+        texts = [text for text in map(self.plain_text, rows) if text is not None]
+        if len(texts) < len(rows):
             return None
         if check:
             self.text_encoder.check_first(texts[0])

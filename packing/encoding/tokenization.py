@@ -374,7 +374,9 @@ def _finish(job: Job, header: dict, records: Mapping[int, dict]) -> dict:
         "longest": max((shard["longest"] for shard in shards), default=0),
         "uses_template": any(shard["uses_template"] for shard in shards),
         "skipped": {"rows": skipped.rows, "reasons": skipped.reasons},
-        "fingerprint": corpus_fingerprint(open_shards(job.folder, shards, job.source.name)),
+        "fingerprint": corpus_fingerprint(
+            open_shards(job.folder, shards, job.dtype, job.source.name)
+        ),
         "shards": shards,
     }
     write_json(job.folder, MANIFEST, manifest)

@@ -23,11 +23,11 @@ import numpy as np
 
 from ..sample import IGNORE_INDEX
 from ..state.fingerprint import template_fingerprint, tokenizer_fingerprint
-from .local_folder import Folder
-from .mapped_index import MappedBegins
+from .local_folder import Folder, LocalFolder
+from .mapped_index import MappedBegins, SummedBegins
 from .paths import DataFile
-from .remote import RemoteFile
-from .token_files import MASK, open_tokens, read_index
+from .remote import RemoteFile, read_together
+from .token_files import MASK, open_tokens, read_index, read_lengths
 from .token_store import TokenArray, tokens_fingerprint
 
 FORMAT = "nopad-tokens-1"
@@ -82,8 +82,9 @@ def read_manifest(folder: Folder) -> dict:
 def open_corpus(folder: Folder, source: int = 0) -> list[TokenArray]:
     """Open a corpus, one token array per shard; `source` is its index in a mixture."""
     manifest = read_manifest(folder)
-    arrays = open_shards(folder, manifest["shards"], manifest["source"], source, manifest)
-    return arrays or [TokenArray.of([], manifest["source"], source)]
+    shards, dtype, name = manifest["shards"], np.dtype(manifest["dtype"]), manifest["source"]
+    arrays = open_shards(folder, shards, dtype, name, source, manifest)
+    return arrays or [TokenArray.of([], name, source)]
 
 
 def check_tokenizer(manifest: Mapping[str, Any], tokenizer: Any) -> None:
@@ -105,35 +106,31 @@ def check_tokenizer(manifest: Mapping[str, Any], tokenizer: Any) -> None:
 def open_shards(
     folder: Folder,
     records: Sequence[Mapping],
+    dtype: np.dtype,
     name: str,
     source: int = 0,
     manifest: Mapping | None = None,
 ) -> list[TokenArray]:
     """Open the shards that have documents."""
-    return [
-        _open_shard(folder, number, record["files"], name, source, manifest)
-        for number, record in enumerate(records)
-        if record["documents"]
-    ]
+    shards = [(number, record) for number, record in enumerate(records) if record["documents"]]
 
+    def open_one(shard: tuple[int, Mapping]) -> TokenArray:
+        number, record = shard
+        parts: dict[str, DataFile] = {}
+        for suffix, (size, _) in record["files"].items():
+            parts[suffix] = folder.file(shard_name(number) + suffix, size)
+            _check_size(parts[suffix], size)
+        if isinstance(parts[".idx"], RemoteFile):
+            lengths = read_lengths(parts[".idx"], record["documents"])
+            begins = SummedBegins(lengths)
+        else:
+            lengths, pointers = read_index(parts[".idx"])[1:3]
+            begins = MappedBegins(pointers, dtype.itemsize)
+        flat, file = open_tokens(parts[".bin"], dtype)
+        mask = open_tokens(parts[MASK], np.dtype(bool))[0] if MASK in parts else None
+        return TokenArray(name, flat, begins, lengths, mask, source, file, manifest)
 
-def _open_shard(
-    folder: Folder,
-    number: int,
-    files: Mapping[str, list],
-    name: str,
-    source: int,
-    manifest: Mapping | None,
-) -> TokenArray:
-    parts: dict[str, DataFile] = {}
-    for suffix, (size, _) in files.items():
-        parts[suffix] = folder.file(shard_name(number) + suffix, size)
-        _check_size(parts[suffix], size)
-    dtype, lengths, pointers, _ = read_index(parts[".idx"])
-    flat, file = open_tokens(parts[".bin"], dtype)
-    mask = open_tokens(parts[MASK], np.dtype(bool))[0] if MASK in parts else None
-    begins = MappedBegins(pointers, dtype.itemsize)
-    return TokenArray(name, flat, begins, lengths, mask, source, file, manifest)
+    return list((map if isinstance(folder, LocalFolder) else read_together)(open_one, shards))
 
 
 def _check_size(file: DataFile, size: int) -> None:

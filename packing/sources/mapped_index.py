@@ -9,8 +9,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ..numba_jit import jit
+
 CHUNK = 1 << 20
 """Documents that are checked at a time."""
+BLOCK = 256
+"""Documents between two positions that are kept in memory."""
 
 
 class MappedBegins:
@@ -42,6 +46,44 @@ class MappedBegins:
                 return False
             end = int(ends[-1])
         return True
+
+
+class SummedBegins:
+    """Positions of contiguous documents, summed up from their lengths on request.
+
+    >>> SummedBegins(np.array([3, 2, 4]))[np.array([2, 1])].tolist()
+    [5, 3]
+    """
+
+    def __init__(self, lengths: np.ndarray):
+        self.lengths = lengths
+        firsts = np.arange(0, len(lengths), BLOCK)
+        sums = np.add.reduceat(lengths, firsts, dtype=np.int64) if len(lengths) else firsts
+        self._block_begins = np.cumsum(sums) - sums
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, documents):
+        if isinstance(documents, slice):
+            documents = np.arange(*documents.indices(len(self)))
+        found = _sum_lengths(self.lengths, self._block_begins, np.atleast_1d(documents))
+        return found if np.ndim(documents) else found[0]
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return np.asarray(self[:], dtype)
+
+
+@jit
+def _sum_lengths(lengths, block_begins, documents):
+    """Return where documents begin."""
+    begins = np.empty(len(documents), np.int64)
+    for i in range(len(documents)):
+        block = documents[i] // BLOCK
+        begins[i] = block_begins[block]
+        for document in range(block * BLOCK, documents[i]):
+            begins[i] += lengths[document]
+    return begins
 
 
 IN_MEMORY = 1 << 24

@@ -27,7 +27,7 @@ from .remote import RemoteFile, RemoteTokens
 from .token_store import TokenArray
 
 MAGIC = b"MMIDIDX\x00\x00"
-MASK = ".mask"
+MASK, HEADER = ".mask", 34
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 
 
@@ -52,21 +52,26 @@ def open_megatron(index: DataFile, binary: DataFile, source: int = 0) -> TokenAr
 def read_index(index: DataFile) -> MegatronIndex:
     """Read an `.idx` file; raise if it is not one, or truncated."""
     with index.open("rb") as file:
-        header = file.read(34)
-    if len(header) < 34 or not header.startswith(MAGIC):
+        header = file.read(HEADER)
+    if len(header) < HEADER or not header.startswith(MAGIC):
         raise ValueError(f"{index.name}: not a Megatron index, it begins with {header[:9]!r}")
     version, code, sequences, documents = struct.unpack("<QBQQ", header[9:])
     dtype = np.dtype(DTYPES.get(code, "f8"))
     if version != 1 or dtype.kind not in "iu":
         raise ValueError(f"{index.name}: version {version}, dtype code {code} is not supported")
-    size, needed = index.stat().st_size, 34 + 12 * sequences + 8 * documents
+    size, needed = index.stat().st_size, HEADER + 12 * sequences + 8 * documents
     if size < needed:
         raise ValueError(f"{index.name} has {size} bytes, needs {needed}: it is truncated")
     data = _index_bytes(index)
-    lengths = data[34:][: 4 * sequences].view("<i4")
-    pointers = data[34 + 4 * sequences :][: 8 * sequences].view("<i8")
-    bounds = data[34 + 12 * sequences :][: 8 * documents].view("<i8")
+    lengths = data[HEADER:][: 4 * sequences].view("<i4")
+    pointers = data[HEADER + 4 * sequences :][: 8 * sequences].view("<i8")
+    bounds = data[HEADER + 12 * sequences :][: 8 * documents].view("<i8")
     return MegatronIndex(dtype, lengths, pointers, bounds)
+
+
+def read_lengths(index: RemoteFile, count: int) -> np.ndarray:
+    """Return only the lengths of an `.idx` file's sequences: a fifth of it."""
+    return np.frombuffer(index.read(HEADER, HEADER + 4 * count), "<i4")
 
 
 def _index_bytes(index: DataFile) -> np.ndarray:

@@ -22,8 +22,8 @@ from ..sample import IGNORE_INDEX, Sample, check_labels
 from ..state.fingerprint import Fingerprint
 from ..token_ids import MAX_TOKEN_ID
 from .mapped_file import MappedFile
-from .mapped_index import MappedBegins, chunks, join_lengths
-from .remote import RemoteTokens
+from .mapped_index import MappedBegins, SummedBegins, chunks, join_lengths
+from .remote import RemoteTokens, read_together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class TokenArray:
     name: str
     flat: np.ndarray | RemoteTokens
     """Token ids of any integer type."""
-    begins: np.ndarray | MappedBegins
+    begins: np.ndarray | MappedBegins | SummedBegins
     """int64 [n]: start of each document in `flat`."""
     lengths: np.ndarray
     """[n]: tokens of each document."""
@@ -195,12 +195,16 @@ class TokenStore:
             )
         else:
             array_of = self.array_of(rows.documents)
-            for number in np.unique(array_of):
+
+            def copy(number: int) -> bool:
                 segments = np.flatnonzero(array_of == number)
                 documents = rows.documents[segments] - self.first_documents[number]
-                valid &= _copy_documents(
-                    self.arrays[number], rows, documents, segments, pad_token_id, limit
-                )
+                array = self.arrays[number]
+                return _copy_documents(array, rows, documents, segments, pad_token_id, limit)
+
+            # Remote shards are requested together.
+            run = read_together if self.is_remote else map
+            valid = all(list(run(copy, np.unique(array_of).tolist())))
         if not valid:
             raise self._range_error(rows, limit)
         return rows

@@ -19,8 +19,14 @@ ROWS = [{"text": "abcde"[: n % 5 + 1] * (n % 7 + 1)} for n in range(40)]
 @pytest.fixture
 def encoded(monkeypatch):
     """The rows that were tokenized."""
-    rows, stock = [], Encoder.encode
-    monkeypatch.setattr(Encoder, "encode", lambda self, x: rows.extend(x) or stock(self, x))
+    rows = []
+    for name in ("encode", "encode_texts"):
+
+        def count(self, x, *options, stock=getattr(Encoder, name)):
+            rows.extend(x)
+            return stock(self, x, *options)
+
+        monkeypatch.setattr(Encoder, name, count)
     return rows
 
 
