@@ -20,9 +20,9 @@ ROWS = [{"text": "abcde"[: n % 5 + 1] * (n % 7 + 1)} for n in range(40)]
 def encoded(monkeypatch):
     """The rows that were tokenized."""
     rows = []
-    for name in ("encode", "encode_texts"):
+    for name, stock in (("encode", Encoder.encode), ("encode_texts", Encoder.encode_texts)):
 
-        def count(self, x, *options, stock=getattr(Encoder, name)):
+        def count(self, x, *options, stock=stock):
             rows.extend(x)
             return stock(self, x, *options)
 
