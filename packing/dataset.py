@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import cached_property
 from multiprocessing import parent_process
 from multiprocessing.context import get_spawning_popen
@@ -323,7 +322,7 @@ class PackedDataset(IterableDataset):
             "epochs": self.epochs,
             "max_packs": self.max_packs,
             "finished": finished,
-            "position": asdict(position),
+            "position": position.to_json(),
         }
         return {**state, "shards": shards} if shards else state
 

@@ -18,6 +18,7 @@ import datasets
 import numpy as np
 import pytest
 from char_words import char_tokenizer
+from flaky_server import serve
 from nopad.packing import PackedDataset, tokenize
 from nopad.packing.encoding import tokenization
 from nopad.packing.sources.token_files import MegatronWriter
@@ -355,6 +356,14 @@ def test_tokens_are_read_from_and_written_to_a_url(tmp_path, tokenizer):
     memory = fsspec.filesystem("memory")
     names = {path.rpartition("/")[2] for path in memory.ls(url, detail=False)}
     assert names == set(files(tmp_path / "out"))
+
+
+def test_packs_of_a_web_server_are_those_of_the_folder(tmp_path, tokenizer):
+    tokenize(source_of("chats", tmp_path), tmp_path / "out", tokenizer=tokenizer)
+    with serve(tmp_path, period=20) as server:
+        data = PackedDataset(f"{server.url}/out/", **BUDGET)
+        assert contents(data) == contents(PackedDataset(tmp_path / "out", **BUDGET))
+    assert server.num_failures
 
 
 def test_shards_are_megatron_files_and_megatron_files_are_a_source(tmp_path, tokenizer):
