@@ -1,16 +1,17 @@
-"""Speed and memory of `nopad tokenize`, beside datasets.map, Megatron's preprocessing and datatrove.
+"""Speed and memory of `nopad tokenize`, beside datasets.map, Megatron's loop and datatrove.
 
     python benchmarks/bench_tokenize.py corpus.jsonl tokenizer.json --eos TOKEN [--processes 2]
         [--peer-bytes 1e8] [--record FILE.json]
 
-corpus.jsonl has a column `text`. Ours tokenizes the whole file, with fastokens and with tokenizers
-alone; all tokenize its first `--peer-bytes` bytes, with the same tokenizer and number of processes,
-each in a process of its own. Seconds are wall-clock time with imports and the load of the tokenizer;
-MB are those of the texts. `memory` is the largest sum of private memory of the processes, sampled
-every 0.2 s.
+corpus.jsonl has a column `text`. All tokenize its first `--peer-bytes` with the same tokenizer
+and number of processes, ours with fastokens and with tokenizers alone; ours then tokenizes the
+whole file. Each runs in a process of its own. Seconds are wall-clock time with imports and the load
+of the tokenizer, `cpu_seconds` those of all its processes; MB are those of the texts. `memory` is
+the largest sum of the private memory of its processes, sampled every half second; `memory_late_mb`
+has the smallest, the middle and the largest of the last three quarters of the time.
 
-Megatron's preprocess_data.py is not in its package: `megatron` is its loop (a pool of processes that
-encode lines, `imap` in chunks of 32) over the package's own `IndexedDatasetBuilder`.
+Megatron's preprocess_data.py is not in its package: `megatron` is its loop (a pool of processes
+that encode lines, `imap` in chunks of 32) over the package's own `IndexedDatasetBuilder`.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ def run_datasets(args: argparse.Namespace, out: str) -> int:
 
     def encode(batch):
         ids = tokenizer(batch["text"], return_attention_mask=False)["input_ids"]
-        return {"input_ids": [each + [tokenizer.eos_token_id] for each in ids]}
+        return {"input_ids": [[*each, tokenizer.eos_token_id] for each in ids]}
 
-    data = data.map(
-        encode, batched=True, num_proc=args.processes, remove_columns=data.column_names
+    data = data.map(encode, batched=True, num_proc=args.processes, remove_columns=data.column_names)
+    return sum(
+        data.with_format("arrow")[:]["input_ids"].combine_chunks().value_lengths().to_pylist()
     )
-    return sum(data.with_format("arrow")[:]["input_ids"].combine_chunks().value_lengths().to_pylist())
 
 
 def run_megatron(args: argparse.Namespace, out: str) -> int:
@@ -108,13 +109,15 @@ def run_datatrove(args: argparse.Namespace, out: str) -> int:
     return sum(file.stat().st_size for file in files) // 4
 
 
-def private_memory(group: int) -> float:
-    """Return the MB of private memory of all processes of a process group."""
-    total = 0
+def sample(group: int, cpu: dict[int, float]) -> float:
+    """Return the MB of private memory of a process group; update CPU seconds of its processes."""
+    total, ticks = 0, os.sysconf("SC_CLK_TCK")
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if os.getpgid(int(folder.name)) != group:
                 continue
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            cpu[int(folder.name)] = (int(fields[11]) + int(fields[12])) / ticks
             for line in (folder / "smaps_rollup").read_text().splitlines():
                 if line.startswith(("Private_Dirty:", "Private_Clean:")):
                     total += int(line.split()[1])
@@ -128,29 +131,27 @@ def measure(name: str, args: argparse.Namespace, corpus: Path) -> dict:
     with tempfile.TemporaryDirectory(dir=args.folder) as out:
         command = [sys.executable, __file__, str(corpus), args.tokenizer, "--eos", args.eos,
                    "--processes", str(args.processes), "--run", name, "--out", out]  # fmt: skip
-        before, start = os.times(), time.perf_counter()
+        start = time.perf_counter()
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True,
         )  # fmt: skip
-        memory = []
+        memory, cpu = [], {}
         while child.poll() is None:
-            memory.append(private_memory(child.pid))
-            time.sleep(0.2)
-        seconds, after = time.perf_counter() - start, os.times()
+            memory.append(sample(child.pid, cpu))
+            time.sleep(0.5)
+        seconds = time.perf_counter() - start
         printed, errors = child.communicate()
         if child.returncode:
             return {"name": name, "failed": " ".join(errors.split())[-300:]}
     tokens = int(printed.splitlines()[-1])
-    text = sum(len(json.loads(line)["text"].encode()) for line in corpus.open("rb"))
-    cpu = after.children_user + after.children_system
-    cpu -= before.children_user + before.children_system
-    tail = sorted(memory[len(memory) // 4 :])
+    text = sum(len(json.loads(line)["text"].encode()) for line in corpus.open("rb")) / 1e6
+    late, cpu_seconds = sorted(memory[len(memory) // 4 :]), sum(cpu.values())
     return {
-        "name": name, "text_mb": text / 1e6, "tokens": tokens, "seconds": seconds,
-        "mb_per_s": text / 1e6 / seconds, "tokens_per_s": tokens / seconds, "cpu_seconds": cpu,
-        "mb_per_core_s": text / 1e6 / cpu, "memory_mb": max(memory),
-        "memory_late_mb": [tail[0], tail[len(tail) // 2], tail[-1]],
+        "name": name, "text_mb": text, "tokens": tokens, "seconds": seconds,
+        "mb_per_s": text / seconds, "tokens_per_s": tokens / seconds, "cpu_seconds": cpu_seconds,
+        "mb_per_cpu_s": text / cpu_seconds, "tokens_per_cpu_s": tokens / cpu_seconds,
+        "memory_mb": max(memory), "memory_late_mb": [late[0], late[len(late) // 2], late[-1]],
     }  # fmt: skip
 
 
