@@ -67,7 +67,7 @@ def own_memory() -> float:
 def measure(folder: str, rank: int, ranks: int) -> dict:
     """Open the set as one rank, read its first pack, resume in it."""
     from nopad.packing import PackedDataset
-    from nopad.packing.readers.planned import WINDOW_DOCUMENTS
+    from nopad.packing.readers import WINDOW_DOCUMENTS
 
     def first_pack(state: dict | None = None) -> tuple[PackedDataset, float, float]:
         start = time.perf_counter()

@@ -8,8 +8,8 @@ from typing import Any
 from .encoding.document_filter import drop_bad_documents
 from .encoding.encoder import Encoder, encoded_settings
 from .encoding.report import SkippedRows
+from .encoding.shard_job import encode_source
 from .encoding.token_cache import TokenCache
-from .encoding.tokenization import encode_source
 from .ordering.mixture import Weight
 from .planning.planner import max_sample_length
 from .readers.planned import PlannedPacks

@@ -1182,7 +1182,7 @@ FAULTS = {
     ),
     "a corpus has no labels": (
         "packing/encoding/test_tokenization.py::test_packs_of_tokens_are_those_of_the_rows",
-        "nopad.packing.encoding.tokenization",
+        "nopad.packing.encoding.shard_job",
         "right = _join\n"
         "_join = lambda samples: (*right(samples)[:2], None)",
     ),
@@ -1193,7 +1193,7 @@ FAULTS = {
     "nobody looks whether a source changes": (
         "packing/encoding/test_tokenization.py::"
         "test_a_source_that_changes_while_it_is_read_is_noticed",
-        "nopad.packing.encoding.tokenization", "_file_stamps = lambda source: []",
+        "nopad.packing.encoding.shard_job", "_file_stamps = lambda source: []",
     ),
     "nobody locks a folder of tokens": (
         "packing/encoding/test_tokenization.py::test_two_processes_do_not_write_to_one_folder",

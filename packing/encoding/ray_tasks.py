@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from ..preparation_progress import TokenProgress
-from .tokenization import Job, ShardProgress, shard_tasks, write_shard
+from .shard_job import Job, ShardProgress, shard_tasks, write_shard
 
 RETRIES = 10
 """Attempts after a task's process or node died; an error of the task itself is not repeated."""

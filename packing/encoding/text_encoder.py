@@ -8,7 +8,7 @@ An encoder whose ids differ, or that cannot load the tokenizer, is not used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,12 @@ class TextEncoder:
         self._loaded = self._load()
 
 
-def choose_encoder(tokenizer: Any, texts: list[str]) -> tuple[TextEncoder | None, str]:
+LIBRARIES = ("fastokens", "tokenizers")
+
+
+def choose_encoder(
+    tokenizer: Any, texts: list[str], libraries: Sequence[str] = LIBRARIES
+) -> tuple[TextEncoder | None, str]:
     """Return the fastest exact encoder for a tokenizer, None if there is none, and a line on it.
 
     texts: the first texts of the data.
@@ -99,7 +104,7 @@ def choose_encoder(tokenizer: Any, texts: list[str]) -> tuple[TextEncoder | None
     if not getattr(tokenizer, "is_fast", False):
         return None, "the tokenizer is not a fast one of Transformers"
     reasons = []
-    for library in ("fastokens", "tokenizers"):
+    for library in libraries:
         try:
             encoder = TextEncoder(tokenizer, library)
             compared = texts if library == "fastokens" else texts[:FEW_TEXTS]

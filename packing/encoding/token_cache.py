@@ -26,7 +26,8 @@ from ..sources.token_store import TokenArray
 from ..state.fingerprint import package_version
 from .encoder import Encoder
 from .report import SkippedRows
-from .tokenization import Job, encode_source, run_job
+from .shard_job import Job, encode_source
+from .tokenization import run_job
 
 log = logging.getLogger(__name__)
 TOKENIZER_SETTINGS = (

@@ -9,7 +9,7 @@ import signal
 import pytest
 from char_words import char_tokenizer
 from nopad.packing import PackedDataset, tokenize
-from nopad.packing.encoding import tokenization
+from nopad.packing.encoding import shard_job
 
 ray = pytest.importorskip("ray", reason="ray is not installed")
 pytestmark = pytest.mark.slow  # a cluster takes ten seconds to start
@@ -43,7 +43,7 @@ def dying_tokenizer(marker):
 def test_files_and_packs_are_those_of_processes_though_a_worker_dies(
     cluster, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(tokenization, "RANGE_BYTES", 300)
+    monkeypatch.setattr(shard_job, "RANGE_BYTES", 300)
     source, marker = tmp_path / "rows.jsonl", tmp_path / "marker"
     source.write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
     options = {"tokenizer": dying_tokenizer(marker), "add_eos": 0}

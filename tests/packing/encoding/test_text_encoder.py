@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from nopad.packing import tokenize
-from nopad.packing.encoding import Encoder, text_encoder, tokenization
+from nopad.packing.encoding import Encoder, shard_job, text_encoder, tokenization
 from nopad.packing.encoding.text_encoder import HARD_CASES, TextEncoder, choose_encoder
 from nopad.packing.token_ids import validate_token_ids
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -93,7 +93,7 @@ def test_a_library_that_gives_other_ids_is_not_used_and_it_is_said(tokenizer, wr
 def test_a_library_that_differs_later_is_noticed_in_the_first_text_of_a_shard(
     tokenizer, wrong_library, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(tokenization, "RANGE_BYTES", 100)
+    monkeypatch.setattr(shard_job, "RANGE_BYTES", 100)
     monkeypatch.setattr(tokenization, "CHECKED_BYTES", 50)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "fine fine fine"}\n' * 20 + '{"text": "odd odd"}\n' * 20)

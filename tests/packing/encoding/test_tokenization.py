@@ -20,7 +20,7 @@ import pytest
 from char_words import char_tokenizer
 from flaky_server import serve
 from nopad.packing import PackedDataset, tokenize
-from nopad.packing.encoding import tokenization
+from nopad.packing.encoding import shard_job, tokenization
 from nopad.packing.sources.token_files import MegatronWriter
 
 FORK = multiprocessing.get_context("fork")
@@ -36,8 +36,8 @@ BUDGET = {"budget": 64, "seed": 1}
 
 @pytest.fixture(autouse=True)
 def small_ranges(monkeypatch):
-    monkeypatch.setattr(tokenization, "RANGE_BYTES", 300)
-    monkeypatch.setattr(tokenization, "RANGE_ROWS", 7)
+    monkeypatch.setattr(shard_job, "RANGE_BYTES", 300)
+    monkeypatch.setattr(shard_job, "RANGE_ROWS", 7)
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_a_full_disk_is_one_line_and_the_job_continues(tmp_path, tokenizer, monk
         tokenize(source, out, tokenizer=tokenizer, processes=processes)
     assert (out / "00000.bin").exists() and not (out / "00003.bin").exists()
     monkeypatch.undo()
-    monkeypatch.setattr(tokenization, "RANGE_BYTES", 300)
+    monkeypatch.setattr(shard_job, "RANGE_BYTES", 300)
     tokenize(source, out, tokenizer=tokenizer)
     assert files(out) == files(tmp_path / "wanted")
 
@@ -217,7 +217,7 @@ def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path, tokenizer, 
     with pytest.raises(ValueError, match=r"rows.jsonl has changed while it was read: restore it"):
         tokenize(source, out, tokenizer=tokenizer, processes=1)
     monkeypatch.undo()
-    monkeypatch.setattr(tokenization, "RANGE_BYTES", 300)
+    monkeypatch.setattr(shard_job, "RANGE_BYTES", 300)
     with pytest.raises(ValueError, match="source_fingerprint"):
         tokenize(source, out, tokenizer=tokenizer)
     source.write_bytes(data)

@@ -1,4 +1,4 @@
-"""Windows of a large epoch: planned one by one, the order of the epoch, resumed without the rest."""
+"""Windows of a large epoch: planned one by one, in its order, resumed without the others."""
 
 from __future__ import annotations
 
