@@ -25,11 +25,10 @@ from ..planning.planner import too_long_error
 from ..sample import IGNORE_INDEX, Sample
 from ..sources.source import Row, RowError
 from ..state.fingerprint import tokenizer_fingerprint
-from ..token_ids import LOSS_MASKS, MAX_TOKEN_ID, check_masks, make_sample, validate_token_ids
+from ..token_ids import LOSS_MASKS, check_masks, make_sample, validate_token_ids
 from .chat import encode_chat
 from .report import SkippedRows
 from .row_format import RowFormat, format_name, row_format, suggest_format
-from .text_encoder import TextEncoder
 
 
 class Encoder:
@@ -71,13 +70,13 @@ class Encoder:
         self.eos_is_given = not isinstance(add_eos, bool | np.bool_)
         """Whether the user passed the id itself."""
         missing = add_eos is True and self.eos_token_id is None
-        self._lacks_eos = missing and hasattr(tokenizer, "get_vocab")
+        self.lacks_eos = missing and hasattr(tokenizer, "get_vocab")
         (vocab_size,) = check_counts(vocab_size=vocab_size)
         self.vocab_size = _vocab_size(tokenizer) if vocab_size is None else vocab_size
         self.used_template = False
         """Whether a chat was encoded."""
-        self.text_encoder: TextEncoder | None = None
-        """Encodes plain texts faster, if it was found to be exact."""
+        self.text_encoder: Any = None
+        """Encodes plain texts faster (`text_encoder.py`), if it was found to be exact."""
 
     def encode(self, rows: Sequence[Any]) -> list[Sample | ValueError]:
         """Return the sample of each row, or the error if it has none."""
@@ -105,44 +104,6 @@ class Encoder:
             except ValueError as error:
                 results[i] = error
         return results
-
-    def encode_texts(
-        self, rows: Sequence[Any], check: bool = False
-    ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the ids and lengths of rows that are all plain text, as `encode` would.
-
-        None: encode them one by one, because a row is of another kind or bad, or nothing is faster.
-        check: compare the first ids with the tokenizer's.
-        """
-        if self.text_encoder is None or self.format is not None or self._lacks_eos:
-            return None
-        texts = [text for text in map(self.plain_text, rows) if text is not None]
-        if len(texts) < len(rows):
-            return None
-        if check:
-            self.text_encoder.check_first(texts[0])
-        try:
-            ids, lengths = self.text_encoder.encode_batch(texts)
-        except Exception:  # a tokenizer may raise anything on hostile text: `encode` names it
-            return None
-        if not self._in_vocabulary(ids):
-            return None
-        if self.eos_token_id is not None:
-            ids, lengths = _end_documents(ids, lengths, self.eos_token_id)
-        return (ids, lengths) if lengths.all() else None
-
-    def plain_text(self, row: Any) -> str | None:
-        """Return the text of a row that has nothing else to train on; None for other rows."""
-        if isinstance(row, Mapping):
-            if not SPECIAL_COLUMNS.isdisjoint(row.keys() - {self.text_column}):
-                return None
-            row = row.get(self.text_column)
-        return row if isinstance(row, str) and row else None
-
-    def _in_vocabulary(self, ids: np.ndarray) -> bool:
-        size = self.vocab_size
-        largest = max(int(ids.max(initial=0)), self.eos_token_id or 0)
-        return largest <= MAX_TOKEN_ID and (size is None or largest < size)
 
     def _without_nulls(self, row: Any) -> Any:
         """Remove null columns, which tables with several kinds of rows have."""
@@ -242,7 +203,7 @@ class Encoder:
         return make_sample(sample.tokens, sample.labels, self.vocab_size)
 
     def _check_eos(self) -> None:
-        if self._lacks_eos:
+        if self.lacks_eos:
             raise ValueError(
                 "the tokenizer has no eos token to end documents with: set its eos_token, "
                 "or pass add_eos=ID, or add_eos=False to train without end tokens"
@@ -290,21 +251,6 @@ class Encoder:
         if self.tokenizer is None:
             raise ValueError("a row of text needs a tokenizer: pass tokenizer=")
         return self.tokenizer
-
-
-SPECIAL_COLUMNS = LOSS_MASKS | {"input_ids", "messages", "prompt", "completion"}
-"""Columns of a row that is not, or not only, plain text."""
-
-
-def _end_documents(ids: np.ndarray, lengths: np.ndarray, eos: int) -> tuple[np.ndarray, np.ndarray]:
-    """Append the eos to each document that does not end with it.
-
-    >>> _end_documents(np.array([5, 6, 0, 7]), np.array([1, 2, 1]), 0)
-    (array([5, 0, 6, 0, 7, 0]), array([2, 2, 2]))
-    """
-    ends = np.cumsum(lengths)
-    open_ended = (lengths == 0) | (np.append(ids, 0)[ends - 1] != eos)
-    return np.insert(ids, ends[open_ended], eos), lengths + open_ended
 
 
 class _Tokens(NamedTuple):

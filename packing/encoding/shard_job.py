@@ -31,6 +31,7 @@ from ..state.fingerprint import (
 )
 from .encoder import ENCODE_BATCH, Encoder, encode_rows, encoded_settings, raise_or_skip
 from .report import SkippedRows
+from .text_encoder import encode_texts
 
 RANGE_BYTES, MAX_RANGES = 16 << 20, 1024
 """Bytes of a range of rows; ranges of large sources have more, so that there are not too many."""
@@ -127,7 +128,7 @@ def _encode(
     """Yield tokens, lengths and label masks of batches of rows."""
     rows, is_first = iter(rows), True
     while batch := list(islice(rows, ENCODE_BATCH)):
-        texts = job.encoder.encode_texts([row.value for row in batch], is_first)
+        texts = encode_texts(job.encoder, [row.value for row in batch], is_first)
         is_first = False
         if texts is not None and int(texts[1].max()) <= (job.max_length or sys.maxsize):
             yield *texts, None

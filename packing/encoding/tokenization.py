@@ -50,7 +50,7 @@ from .shard_job import (
     shard_tasks,
     write_shard,
 )
-from .text_encoder import CHECKED_BYTES, LIBRARIES, choose_encoder
+from .text_encoder import CHECKED_BYTES, LIBRARIES, choose_encoder, plain_text
 
 POLL_SECONDS = 0.5
 
@@ -154,7 +154,7 @@ def _choose_encoder(job: Job) -> None:
     rows = filter(None, [job.source.first()]) if is_iterator else job.source.read(0, 1)
     texts, size = [], 0
     for row in rows:
-        text = encoder.plain_text(row.value)
+        text = plain_text(encoder, row.value)
         texts += [] if text is None else [text]
         size += len(text or "")
         if text is None or size > CHECKED_BYTES:

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 from nopad.packing import tokenize
 from nopad.packing.encoding import Encoder, shard_job, text_encoder, tokenization
-from nopad.packing.encoding.text_encoder import HARD_CASES, TextEncoder, choose_encoder
+from nopad.packing.encoding.text_encoder import (
+    HARD_CASES,
+    TextEncoder,
+    choose_encoder,
+    encode_texts,
+)
 from nopad.packing.token_ids import validate_token_ids
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -59,7 +64,7 @@ def test_texts_in_batches_have_the_ids_of_texts_one_by_one(tokenizer, library, a
     encoder = Encoder(tokenizer, add_eos=add_eos)
     wanted = [sample.tokens for sample in encoder.encode(rows)]
     encoder.text_encoder = TextEncoder(tokenizer, library)
-    ids, lengths = encoder.encode_texts(rows, check=True)
+    ids, lengths = encode_texts(encoder, rows, check=True)
     parts = np.split(validate_token_ids(ids), np.cumsum(lengths)[:-1])
     assert [part.tolist() for part in parts] == [tokens.tolist() for tokens in wanted]
 
@@ -71,14 +76,14 @@ def test_texts_in_batches_have_the_ids_of_texts_one_by_one(tokenizer, library, a
 def test_rows_of_another_kind_are_left_to_the_encoder(tokenizer, row):
     encoder = Encoder(tokenizer)
     encoder.text_encoder = TextEncoder(tokenizer, "tokenizers")
-    assert encoder.encode_texts([{"text": "a"}]) is not None
-    assert encoder.encode_texts([{"text": "a"}, row]) is None
+    assert encode_texts(encoder, [{"text": "a"}]) is not None
+    assert encode_texts(encoder, [{"text": "a"}, row]) is None
 
 
 def test_ids_beyond_the_vocabulary_are_left_to_the_encoder(tokenizer):
     encoder = Encoder(tokenizer, vocab_size=300)
     encoder.text_encoder = TextEncoder(tokenizer, "tokenizers")
-    assert encoder.encode_texts([{"text": "  leading"}]) is None
+    assert encode_texts(encoder, [{"text": "  leading"}]) is None
 
 
 def test_a_library_that_gives_other_ids_is_not_used_and_it_is_said(tokenizer, wrong_library):

@@ -11,7 +11,7 @@ import datasets
 import pytest
 from char_words import char_tokenizer
 from nopad.packing import PackedDataset
-from nopad.packing.encoding import Encoder, token_cache
+from nopad.packing.encoding import Encoder, shard_job, token_cache
 
 ROWS = [{"text": "abcde"[: n % 5 + 1] * (n % 7 + 1)} for n in range(40)]
 
@@ -19,14 +19,11 @@ ROWS = [{"text": "abcde"[: n % 5 + 1] * (n % 7 + 1)} for n in range(40)]
 @pytest.fixture
 def encoded(monkeypatch):
     """The rows that were tokenized."""
-    rows = []
-    for name, stock in (("encode", Encoder.encode), ("encode_texts", Encoder.encode_texts)):
-
-        def count(self, x, *options, stock=stock):
-            rows.extend(x)
-            return stock(self, x, *options)
-
-        monkeypatch.setattr(Encoder, name, count)
+    rows, one_by_one, texts = [], Encoder.encode, shard_job.encode_texts
+    monkeypatch.setattr(Encoder, "encode", lambda self, x: rows.extend(x) or one_by_one(self, x))
+    monkeypatch.setattr(
+        shard_job, "encode_texts", lambda e, x, check: rows.extend(x) or texts(e, x, check)
+    )
     return rows
 
 
