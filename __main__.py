@@ -11,6 +11,7 @@ COMMANDS = {
         "inspect_data",
         "lengths, fill rate, padding waste and a map of packs",
     ),
+    "tokenize": ("tokenize_data", "tokenize data once, for all runs that train on it"),
     "doctor": ("doctor", "does attention leak between documents? does generation match training?"),
     "generate": ("generate", "complete prompts with any HF checkpoint"),
     "eval": ("evaluate", "lm-evaluation-harness tasks on a checkpoint"),

@@ -1,19 +1,22 @@
-"""What planning costs one rank of many, for sets of 10^6 documents and more.
+"""What a corpus of 10^6 documents and more costs one rank of 1 to 512.
 
-    python benchmarks/bench_scale.py [--record FILE] [--documents 1e6 1e7 1e8] [--ranks 512]
+    python benchmarks/bench_scale.py [--record FILE] [--documents 1e6 1e7 1e8 1e9] [--ranks 1 512]
 
-Every rank plans the whole epoch and reads its own packs. A set is a Megatron index with log-normal
-lengths, mean 600 tokens, over a token file that is a hole of the same size: tokens are not read
-from a disk. One rank opens it in a process of its own and reports: seconds to open it, seconds and
-documents per second to plan the epoch, the memory that the process has for itself (anonymous; the
-index is mapped, and shared by the ranks of a machine), seconds to the first pack after a resume in
-the middle and at the end of the epoch, and bytes of the state. Times are those of one core.
+Every rank plans the order of all packs and reads its own. A set is a folder as `nopad tokenize`
+writes it: 256 shards with log-normal lengths, mean 600 tokens, over token files that are holes of
+the same size, so that tokens are not read from a disk. One rank opens it in a process of its own
+and reports: seconds to open it, from the start to the first pack, and the same after a resume in
+the middle and at the end of the epoch; the memory that the process has for itself (anonymous; the
+index is mapped, and shared by the ranks of a machine); bytes of the state; and, up to 10^8
+documents, seconds to plan the whole epoch, which only `data.count()` does. Ranks beyond the first
+are simulated: each does the same work, whatever the others do.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import struct
 import subprocess
 import sys
 import tempfile
@@ -22,33 +25,35 @@ from pathlib import Path
 
 import numpy as np
 
-BUDGET, CHUNK = 8192, 1 << 22
+BUDGET, SHARDS = 8192, 256
 
 
-def write_set(prefix: Path, documents: int) -> None:
-    """Write an index of this many documents, and a token file that occupies no disk."""
-    rng, position = np.random.default_rng(0), 0
-    index = Path(f"{prefix}.idx")
-    with index.open("wb") as file:
-        file.write(b"MMIDIDX\x00\x00" + np.array([1], "<u8").tobytes() + b"\x08")
-        file.write(np.array([documents, documents + 1], "<u8").tobytes())
-    chunks = [min(CHUNK, documents - first) for first in range(0, documents, CHUNK)]
-    lengths_at, offsets_at = 34, 34 + 4 * documents
-    with index.open("r+b") as file:
-        for count in chunks:
-            lengths = np.clip(rng.lognormal(5.9, 1.0, count), 8, 65536).astype("<i4")
-            ends = position + np.cumsum(lengths, dtype=np.int64)
-            file.seek(lengths_at)
-            file.write(lengths.tobytes())
-            file.seek(offsets_at)
-            file.write((2 * np.concatenate([[position], ends[:-1]])).astype("<i8").tobytes())
-            lengths_at, offsets_at = lengths_at + 4 * count, offsets_at + 8 * count
-            position = int(ends[-1])
-        file.seek(offsets_at)
-        for first in range(0, documents + 1, CHUNK):
-            file.write(np.arange(first, min(first + CHUNK, documents + 1), dtype="<i8").tobytes())
-    with Path(f"{prefix}.bin").open("wb") as file:
-        file.truncate(2 * position)
+def write_set(folder: Path, documents: int) -> None:
+    """Write a corpus of this many documents whose token files occupy no disk."""
+    rng, shards = np.random.default_rng(0), []
+    for number in range(SHARDS):
+        count = documents * (number + 1) // SHARDS - documents * number // SHARDS
+        lengths = np.clip(rng.lognormal(5.9, 1.0, count), 8, 65536).astype("<i4")
+        begins = np.cumsum(lengths, dtype="<i8") - lengths
+        with (folder / f"{number:05}.idx").open("wb") as file:
+            file.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, count, count + 1))
+            file.write(lengths.data)
+            file.write((2 * begins).data)
+            file.truncate(34 + 12 * count + 8 * (count + 1))
+        tokens = int(lengths.sum(dtype=np.int64))
+        with (folder / f"{number:05}.bin").open("wb") as file:
+            file.truncate(2 * tokens)
+        files = {
+            end: [(folder / f"{number:05}{end}").stat().st_size, ""] for end in (".bin", ".idx")
+        }
+        shards.append({"documents": count, "tokens": tokens, "files": files})
+    encoded = {"text_column": "text", "format": None, "add_eos": 0, "tokenizer": None}
+    manifest = {
+        "format": "nopad-tokens-1", "source": "simulated", "tokenizer": None, "encoded": encoded,
+        "uses_template": False, "template": None, "dtype": "uint16", "vocab_size": 50000,
+        "skipped": {"rows": 0, "reasons": []}, "fingerprint": str(documents), "shards": shards,
+    }  # fmt: skip
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def own_memory() -> float:
@@ -59,62 +64,68 @@ def own_memory() -> float:
     raise AssertionError("smaps_rollup has no Anonymous line")
 
 
-def measure(prefix: str, rank: int, ranks: int) -> dict:
-    """Open the set as one rank, plan the epoch, resume in it."""
+def measure(folder: str, rank: int, ranks: int) -> dict:
+    """Open the set as one rank, read its first pack, resume in it."""
     from nopad.packing import PackedDataset
+    from nopad.packing.readers import WINDOW_DOCUMENTS
 
-    def dataset():
-        return PackedDataset(prefix, budget=BUDGET, rank=rank, world_size=ranks)
+    def first_pack(state: dict | None = None) -> tuple[PackedDataset, float, float]:
+        start = time.perf_counter()
+        data = PackedDataset(folder, budget=BUDGET, rank=rank, world_size=ranks)
+        opened = time.perf_counter() - start
+        if state is not None:
+            data.load_state_dict(json.loads(json.dumps(state)))
+        next(iter(data))
+        return data, opened, time.perf_counter() - start
 
     list(PackedDataset([[1, 2, 3]] * 9, budget=8))  # compile, or load what was compiled
     before = own_memory()
-    start = time.perf_counter()
-    data = dataset()
-    opened = time.perf_counter() - start
-    start, cpu = time.perf_counter(), time.process_time()
-    packs = data.count()
-    planned, planned_cpu = time.perf_counter() - start, time.process_time() - cpu
-    memory = own_memory() - before
-    found = {"open_s": opened, "plan_s": planned, "plan_cpu_s": planned_cpu, "packs": packs,
-             "documents": len(data.lengths), "own_memory_mb": memory}  # fmt: skip
-    for name, share in (("middle", 0.5), ("end", 0.999)):
-        state = data.state_dict()
-        state["position"]["index"] = int(packs * share) // ranks * ranks
-        again = dataset()
-        again.load_state_dict(json.loads(json.dumps(state)))
-        start = time.process_time()
-        next(iter(again))
-        found[f"resume_{name}_cpu_s"] = time.process_time() - start
-    found["state_bytes"] = len(json.dumps(state))
-    found["documents_per_second"] = found["documents"] / planned_cpu
+    data, opened, first = first_pack()
+    documents = len(data.lengths)
+    found = {"documents": documents, "ranks": ranks, "open_s": opened, "first_pack_s": first}
+    state, packs = data.state_dict(), documents * 600 // BUDGET
+    windows = max(1, -(-documents // WINDOW_DOCUMENTS))
+    for name, share in (("middle", 0.5), ("end", 0.98)):
+        window = int(windows * share)
+        # The packs before a window are counted by the state, and not planned again.
+        start, index = packs * window // windows, int(packs * share) // ranks * ranks
+        state["position"] = {"epoch": 0, "epoch_start": 0, "index": index, "end_epoch": 1}
+        if window:
+            state["position"] |= {"window": window, "window_start": start}
+        found[f"resume_{name}_s"] = first_pack(state)[2]
+    found |= {"own_memory_mb": own_memory() - before, "state_bytes": len(json.dumps(state))}
+    if documents <= 1e8 and rank == 0:
+        cpu = time.process_time()
+        found["packs"] = data.count()
+        found["plan_cpu_s"] = time.process_time() - cpu
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--documents", type=float, nargs="+", default=[1e6, 1e7, 1e8])
-    parser.add_argument("--ranks", type=int, default=512)
-    parser.add_argument("--rank", type=int, default=7)
-    parser.add_argument("--folder", help="where the index is written; default: a temporary folder")
+    parser.add_argument("--documents", type=float, nargs="+", default=[1e6, 1e7, 1e8, 1e9])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 64, 512])
+    parser.add_argument("--folder", help="where sets are written; default: a temporary folder")
     parser.add_argument("--record", type=Path)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        print(json.dumps(measure(args.measure, args.rank, args.ranks)))
+        ranks = args.ranks[0]
+        print(json.dumps(measure(args.measure, ranks - 1, ranks)))
         return
     from record import header, write_record
 
     rows = []
     for documents in map(int, args.documents):
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            write_set(Path(folder) / "set", documents)
-            command = [sys.executable, __file__, "--measure", f"{folder}/set",
-                       "--rank", str(args.rank), "--ranks", str(args.ranks)]  # fmt: skip
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-        values = {k: v if isinstance(v, int) else round(v, 3) for k, v in rows[-1].items()}
-        print(", ".join(f"{name} {value}" for name, value in values.items()), flush=True)
-    record = {**header("scale"), "ranks": args.ranks, "budget": BUDGET, "rows": rows}
+            write_set(Path(folder), documents)
+            for ranks in args.ranks:
+                command = [sys.executable, __file__, "--measure", folder, "--ranks", str(ranks)]
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+                rows.append(json.loads(done.stdout.splitlines()[-1]))
+                values = {k: v if isinstance(v, int) else round(v, 3) for k, v in rows[-1].items()}
+                print(", ".join(f"{name} {v}" for name, v in values.items()), flush=True)
+    record = {**header("scale"), "budget": BUDGET, "shards": SHARDS, "rows": rows}
     write_record(record, args.record)
     print(json.dumps(record))
 

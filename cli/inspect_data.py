@@ -76,7 +76,8 @@ def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
     reason = printable(as_cli_message(skipped.reasons[0])) if skipped.rows else ""
     if not len(lengths):
         raise ValueError(f"every row was skipped; the first: {reason}" if reason else EMPTY)
-    notes = [f"{skipped.rows:,} rows skipped; the first: {reason}"] if reason else []
+    notes = _corpus_notes(args, data)
+    notes += [f"{skipped.rows:,} rows skipped; the first: {reason}"] if reason else []
     report = _report(args, tokenizer, lengths, total, notes, packs)
     from .data_report import write_html, write_png
 
@@ -91,6 +92,35 @@ def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
         if path:
             console().print(f"\n{name}: {printable(path)}", soft_wrap=True)
     return 0
+
+
+def _corpus_notes(args: argparse.Namespace, data: Any) -> list[str]:
+    """Describe a folder of tokens; with --verify, compare its files with their checksums."""
+    from ..packing.sources import find_damage, open_folder
+
+    manifest = None if data.lengths is None else data.reader.store.arrays[0].manifest
+    if manifest is None and args.verify:
+        raise ValueError(f"--verify: {args.data} is not a folder that `nopad tokenize` wrote")
+    if manifest is None:
+        return []
+    shards, encoded = len(manifest["shards"]), manifest["encoded"]
+    notes = [
+        f"{manifest['tokens']:,} tokens of {printable(manifest['source'])} in {shards:,} shards "
+        f"of {manifest['dtype']}, vocabulary {manifest['vocab_size']}, eos {encoded['add_eos']}, "
+        f"tokenizer {manifest['tokenizer']}"
+    ]
+    if args.verify:
+        folder = open_folder(args.data)
+        size = sum(n for shard in manifest["shards"] for n, _ in shard["files"].values())
+        with progress("verifying", size) as advance:
+            damaged = find_damage(folder, advance)
+        if damaged is not None:
+            raise ValueError(
+                f"{args.data}: {damaged} differs from its checksum: delete it, and run the same "
+                "`nopad tokenize` again, which replaces it"
+            )
+        notes.append("all files match their checksums")
+    return notes
 
 
 def _open(args: argparse.Namespace, tokenizer: Any, advance: Any) -> Any:
@@ -123,6 +153,8 @@ def _parse_args(argv: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of the order")
     add("--packs", type=count, default=12, help="packs on the map")
     add("--decode", type=count, default=1, help="packs to show as text")
+    add("--verify", action="store_true",
+        help="compare a folder of tokens with its checksums")  # fmt: skip
     add("--html", type=writable_path, help="also write a report to this HTML file")
     add("--png", type=png_path, help="also write the map to this PNG file (needs matplotlib)")
     return command.parse_args(argv)

@@ -18,6 +18,7 @@ from .token_ids import MAX_TOKEN_ID, check_masks, make_sample, validate_token_id
 
 if TYPE_CHECKING:
     from .dataset import PackedDataset
+    from .encoding.tokenization import tokenize
 
 __all__ = [
     "IGNORE_INDEX",
@@ -35,6 +36,7 @@ __all__ = [
     "make_sample",
     "pack_lengths",
     "row_inner_starts",
+    "tokenize",
     "validate_token_ids",
 ]
 
@@ -44,4 +46,8 @@ def __getattr__(name: str) -> Any:
         from .dataset import PackedDataset
 
         return PackedDataset
+    if name == "tokenize":
+        from .encoding.tokenization import tokenize
+
+        return tokenize
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

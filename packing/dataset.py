@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import cached_property
 from multiprocessing import parent_process
 from multiprocessing.context import get_spawning_popen
@@ -32,11 +31,13 @@ from .encoding.token_cache import TokenCache
 from .ordering.mixture import StoppingStrategy, parse_mixture, source_names
 from .ordering.rank_shard import Position, RankShard
 from .pack import Pack
-from .pipeline import build_packs, open_sources, state_settings
+from .pipeline import build_packs, manifests, open_sources, state_settings
 from .planning.planner import Overflow, Strategy
 from .readers.planned import PlannedPacks
 from .readers.shard_reader import StreamSettings
 from .settings import PackSettings
+from .sources.corpus import check_tokenizer
+from .sources.mapped_index import JoinedLengths
 from .sources.source import RowSource
 from .state.progress import Progress, index_and_cursor
 from .state.run_state import VERSION, check_state, is_finished
@@ -51,8 +52,9 @@ class PackedDataset(IterableDataset):
     use `PackedTrainer`, `PackedAccelerateLoader`, `PackedDataModule` or `trainer.PackedLoader`.
 
     Args:
-        source: a path (jsonl, parquet, text, tokens, a saved dataset), a list, an iterable, a
-            function that returns an iterator, a datasets.Dataset, or a list of (source, weight).
+        source: a path (jsonl, parquet, text, tokens, a folder that `tokenize` wrote, a saved
+            dataset), a list, an iterable, a function that returns an iterator, a datasets.Dataset,
+            or a list of (source, weight).
         tokenizer: a Hugging Face tokenizer or a function from text to ids; for rows without ids.
         budget: tokens that a pack may hold.
         seed: determines the order of documents and packs; a trainer's seed does not change it.
@@ -320,7 +322,7 @@ class PackedDataset(IterableDataset):
             "epochs": self.epochs,
             "max_packs": self.max_packs,
             "finished": finished,
-            "position": asdict(position),
+            "position": position.to_json(),
         }
         return {**state, "shards": shards} if shards else state
 
@@ -382,9 +384,14 @@ class PackedDataset(IterableDataset):
         return self.reader.estimate()
 
     @property
-    def lengths(self) -> np.ndarray | None:
+    def lengths(self) -> np.ndarray | JoinedLengths | None:
         """Tokens of every document; None for a stream, whose lengths are not known in advance."""
         return self.reader.store.lengths if isinstance(self.reader, PlannedPacks) else None
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Raise if tokens were made with another tokenizer or chat template than the model's."""
+        for manifest in manifests(self._opened):
+            check_tokenizer(manifest, tokenizer)
 
     def first_rows(self) -> list[Any]:
         """Return the first row of each source as the encoder reads it; None for ready tokens.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .encoding.document_filter import drop_bad_documents
-from .encoding.encoder import Encoder, encode_source
+from .encoding.encoder import Encoder, encoded_settings
 from .encoding.report import SkippedRows
+from .encoding.shard_job import encode_source
 from .encoding.token_cache import TokenCache
 from .ordering.mixture import Weight
 from .planning.planner import max_sample_length
@@ -14,11 +16,12 @@ from .readers.planned import PlannedPacks
 from .readers.shard_reader import StreamSettings
 from .readers.streamed import StreamedPacks
 from .settings import PackSettings
+from .sources.corpus import check_tokenizer
 from .sources.in_memory import ListSource, TokenRowSource
 from .sources.open_source import Opened, may_be_folder, open_source
 from .sources.source import SMALL_BYTES, RowSource
 from .sources.token_store import TokenArray, TokenStore
-from .state.fingerprint import Fingerprint, tokenizer_fingerprint
+from .state.fingerprint import Fingerprint
 
 
 def open_sources(
@@ -36,6 +39,8 @@ def open_sources(
         )
         for number, (source, _) in enumerate(pairs)
     ]
+    for manifest in manifests(opened):
+        check_tokenizer(manifest, encoder.tokenizer)
     if encoder.format is not None and any(isinstance(source, list) for source in opened):
         raise ValueError(
             f"format={encoder.format_name!r} converts rows, but this data has ready tokens: omit it"
@@ -66,16 +71,27 @@ def build_packs(
         return _streamed_packs(opened, encoder, settings)
     max_length = max_sample_length(settings.packer)
     errors = skipped if settings.skips_errors else None
-    encode = encode_source if token_cache is None else token_cache.encode
     arrays: list[TokenArray] = []
     for number, source in enumerate(opened):
-        if isinstance(source, RowSource):
-            arrays.append(encode(source, encoder, errors, number, max_length))
+        if isinstance(source, RowSource) and token_cache is not None:
+            arrays += token_cache.encode(source, encoder, errors, number, max_length)
+        elif isinstance(source, RowSource):
+            arrays.append(encode_source(source, encoder, errors, number, max_length))
+        elif manifests([source]):
+            arrays += source
         elif errors is not None:
             arrays += drop_bad_documents(source, errors, encoder.vocab_size)
         else:
             arrays += source
+    for manifest in manifests([arrays]):
+        skipped.merge(SkippedRows(**manifest["skipped"]))
     return PlannedPacks(TokenStore(arrays), settings)
+
+
+def manifests(opened: Sequence[Opened]) -> list[Mapping[str, Any]]:
+    """Return the manifest of each corpus among the sources."""
+    arrays = [array for source in opened if isinstance(source, list) for array in source]
+    return [m for m in {id(a.manifest): a.manifest for a in arrays}.values() if m is not None]
 
 
 def _streamed_packs(
@@ -104,6 +120,9 @@ def state_settings(packs: PlannedPacks | StreamedPacks, encoder: Encoder) -> dic
     """Return the settings that determine the sequence of packs, as JSON."""
     settings, streamed = packs.settings, isinstance(packs, StreamedPacks)
     mixed = len(settings.weights) > 1
+    manifest = None if isinstance(packs, StreamedPacks) or mixed else packs.store.arrays[0].manifest
+    # A state of the rows is one of the tokens that were made from them.
+    encoded = encoded_settings(encoder) if manifest is None else manifest["encoded"]
     return {
         **settings.packer,
         "seed": settings.seed,
@@ -112,11 +131,8 @@ def state_settings(packs: PlannedPacks | StreamedPacks, encoder: Encoder) -> dic
         "weights": Fingerprint(settings.weights).text() if mixed else None,
         "stopping_strategy": settings.stopping_strategy if mixed else None,
         "balance": settings.balance,
-        "text_column": encoder.text_column,
-        "format": encoder.format_name,
-        "add_eos": encoder.eos_token_id,
+        **encoded,
         "on_error": settings.on_error,
-        "tokenizer": tokenizer_fingerprint(encoder.tokenizer),
         # It decides which rows of a stream are skipped. A plan compares the documents that remain.
         "vocab_size": encoder.vocab_size if streamed and settings.skips_errors else None,
     }

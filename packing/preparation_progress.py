@@ -1,7 +1,7 @@
-"""Progress messages while data is prepared: rows encoded, and compilation of the packer.
+"""Progress messages while data is prepared: tokens encoded, and compilation of the packer.
 
-    encoding corpus.jsonl: 41%|████      | 82.9k/200k [00:33<00:47, 2.49k rows/s]        terminal
-    nopad: encoding corpus.jsonl: 82,900 of about 200,000 rows, 2,490 rows/s, 47 s left  log file
+    encoding corpus.jsonl: 41%|████      | 9.3M/22.7M [00:33<00:47, 281k tokens/s]        terminal
+    nopad: encoding corpus.jsonl: 9,300,000 of about 22,700,000 tokens, 281,000 tokens/s, 47 s left
 
 Only the first rank prints them, and only for work that takes more than a few seconds.
 """
@@ -13,13 +13,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from numba.core import event
 from tqdm import tqdm
-
-if TYPE_CHECKING:
-    from .sources.source import RowSource
 
 SHOWN_AFTER = 2
 """Seconds after which a terminal shows the bar."""
@@ -27,57 +24,44 @@ LINE_INTERVAL = 30
 """Seconds between two lines where there is no terminal."""
 
 
-class RowProgress:
-    """Shows how many rows of a source were encoded.
+class TokenProgress:
+    """Shows how many tokens were encoded, how fast, and the time left."""
 
-    If the source knows only its size in bytes, its rows are estimated from those encoded.
-    """
-
-    def __init__(self, source: RowSource):
-        self.source, self.num_rows = source, source.num_rows()
-        self.rows = self.bytes = 0
+    def __init__(self, what: str):
+        self.what, self.tokens = what, 0
+        self.total: int | None = None
+        """Estimate of all tokens."""
         self._start = self._last_line = time.monotonic()
         is_shown = _is_first_rank() and sys.stderr.isatty()
         self._bar = tqdm(
-            total=self.num_rows, desc=f"encoding {source.name}", unit=" rows", unit_scale=True,
-            leave=False, delay=SHOWN_AFTER, dynamic_ncols=True, disable=not is_shown,
+            desc=what, unit=" tokens", unit_scale=True, leave=False, delay=SHOWN_AFTER,
+            dynamic_ncols=True, disable=not is_shown,
         )  # fmt: skip
 
-    def add(self, rows: list[Any]) -> None:
-        """Count encoded rows."""
-        self.rows += len(rows)
-        if self.num_rows is None and self.source.num_bytes is not None:
-            self.bytes += sum(map(self.source.row_bytes, rows))
-            self._bar.total = self.total()
-        self._bar.update(len(rows))
-        now = time.monotonic()
+    def update(self, tokens: int, total: float | None) -> None:
+        """Set the tokens encoded so far, and an estimate of all."""
+        self.total = None if total is None else max(tokens, round(total))
+        self._bar.total = self.total
+        self._bar.update(tokens - self.tokens)
+        self.tokens, now = tokens, time.monotonic()
         if self._bar.disable and now - self._last_line >= LINE_INTERVAL:
             self._last_line = now
-            _say(self.line(now - self._start))
-
-    def total(self) -> int | None:
-        """Return the rows of the source, estimated if its size is known only in bytes."""
-        total = self.num_rows
-        if total is None and self.source.num_bytes is not None and self.bytes:
-            total = round(self.rows * self.source.num_bytes / self.bytes)
-        return None if total is None else max(self.rows, total)
+            say(self.line(now - self._start))
 
     def line(self, seconds: float) -> str:
         """Describe the progress after these seconds.
 
-        >>> from nopad.packing.sources.in_memory import ListSource
-        >>> progress = RowProgress(ListSource(["a"] * 400))
-        >>> progress.add(["a"] * 100)
+        >>> progress = TokenProgress("encoding corpus.jsonl")
+        >>> progress.update(1000, total=4000)
         >>> progress.line(seconds=2.0)
-        'encoding list: 100 of 400 rows, 50 rows/s, 6 s left'
+        'encoding corpus.jsonl: 1,000 of about 4,000 tokens, 500 tokens/s, 6 s left'
         """
-        rate, total = self.rows / max(seconds, 1e-9), self.total()
-        text = f"encoding {self.source.name}: {self.rows:,}"
-        if total is None:
-            return f"{text} rows, {rate:,.0f} rows/s"
-        left = (total - self.rows) / rate
-        about = "" if self.source.num_rows_is_exact else "about "
-        return f"{text} of {about}{total:,} rows, {rate:,.0f} rows/s, {left:,.0f} s left"
+        rate = self.tokens / max(seconds, 1e-9)
+        if self.total is None or not rate:
+            return f"{self.what}: {self.tokens:,} tokens, {rate:,.0f} tokens/s"
+        left = (self.total - self.tokens) / rate
+        of = f"{self.tokens:,} of about {self.total:,} tokens"
+        return f"{self.what}: {of}, {rate:,.0f} tokens/s, {left:,.0f} s left"
 
     def close(self) -> None:
         """Remove the bar."""
@@ -102,7 +86,7 @@ class _Announcement(event.Listener):
         when = f"at the first start only; kept in {folder}"
         if not folder:
             when = "at every start: set NUMBA_CACHE_DIR to a persistent folder"
-        _say(f"compiling {self.what} (about 20 s, {when})")
+        say(f"compiling {self.what} (about 20 s, {when})")
 
     def on_end(self, event: Any) -> None:
         pass
@@ -112,6 +96,7 @@ def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """Print a line, on the first rank."""
     if _is_first_rank():
         tqdm.write(f"nopad: {message}", file=sys.stderr)

@@ -44,6 +44,8 @@ ONLY_IN = {
     ("packing", "pyarrow"): "packing/sources/",
     ("packing", "datasets"): "packing/sources/",
     ("packing", "fsspec"): "packing/sources/remote/",
+    ("packing", "ray"): "packing/encoding/ray_tasks.py",
+    ("packing", "fastokens"): "packing/encoding/text_encoder.py",
     ("packing", "torch"): "packing/dataset.py",
     ("packing", "runtime"): "packing/dataset.py",
     ("attention", "transformers"): "attention/hf/",

@@ -318,22 +318,45 @@ def order_bound_table() -> str:
 
 
 def scale_table() -> str:
-    """What planning an epoch costs one rank."""
+    """What a corpus costs one rank of many: seconds to its first pack, and after a resume."""
     path, record = newest("scale", "*")
     rows = [
         [
             f"{row['documents']:,}",
-            f"{row['open_s']:.0f} s",
-            f"{row['plan_cpu_s']:.1f} s",
+            f"{row['ranks']}",
+            *(f"{row[name]:.1f} s" for name in ("open_s", "first_pack_s", "resume_middle_s")),
+            f"{row['resume_end_s']:.1f} s",
             f"{row['own_memory_mb']:.0f} MB",
-            f"{row['resume_middle_cpu_s']:.1f} s",
-            f"{row['resume_end_cpu_s']:.1f} s",
             f"{row['state_bytes']} bytes",
         ]
         for row in record["rows"]
     ]
-    head = ["documents", "open", "plan an epoch", "own memory", "resume in the middle"]
-    return _table([*head, "resume at the end", "state"], rows, path)
+    head = ["documents", "ranks", "open", "first pack", "resume in the middle", "resume at the end"]
+    return _table([*head, "own memory", "state"], rows, path)
+
+
+def tokenize_table() -> str:
+    """Speed of tokenizers with the same number of processes."""
+    path, record = newest("tokenize", "*")
+    names = {
+        "nopad": "`nopad tokenize`, fastokens", "nopad_stock": "`nopad tokenize`, tokenizers",
+        "datasets": "`datasets.map`", "megatron": "Megatron's preprocessing",
+        "datatrove": "datatrove",
+    }  # fmt: skip
+    rows = [
+        [
+            names[row["name"]],
+            f"{row['text_mb']:,.0f} MB",
+            f"{row['seconds']:.1f} s",
+            f"{row['mb_per_s']:.1f}",
+            f"{row['mb_per_cpu_s']:.1f}",
+            f"{row['tokens_per_cpu_s'] / 1e6:.2f} M",
+            f"{row['memory_mb']:,.0f} MB",
+        ]
+        for row in record["rows"]
+    ]
+    head = ["", "text", "time", "MB/s", "MB per CPU second", "tokens per CPU second", "memory"]
+    return _table(head, rows, path)
 
 
 def results_table() -> str:

@@ -1,7 +1,7 @@
 """Rows to samples: text, chats and ready tokens, with a report of skipped rows."""
 
 from .chat import encode_chat
-from .encoder import ENCODE_BATCH, Encoder, encode_rows, encode_source, raise_or_skip
+from .encoder import ENCODE_BATCH, Encoder, encode_rows, raise_or_skip
 from .report import NO_PACKS, SkippedRows
 
 __all__ = [
@@ -11,6 +11,5 @@ __all__ = [
     "SkippedRows",
     "encode_chat",
     "encode_rows",
-    "encode_source",
     "raise_or_skip",
 ]

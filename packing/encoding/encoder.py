@@ -13,9 +13,7 @@ position, so that other rows are unaffected; it is raised or, with on_error="ski
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
-from itertools import islice
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -24,10 +22,9 @@ import numpy as np
 from ..argument_checks import check_counts
 from ..document_starts import check_not_packed
 from ..planning.planner import too_long_error
-from ..preparation_progress import RowProgress
 from ..sample import IGNORE_INDEX, Sample
-from ..sources.source import Row, RowError, RowSource
-from ..sources.token_store import TokenArray
+from ..sources.source import Row, RowError
+from ..state.fingerprint import tokenizer_fingerprint
 from ..token_ids import LOSS_MASKS, check_masks, make_sample, validate_token_ids
 from .chat import encode_chat
 from .report import SkippedRows
@@ -73,9 +70,13 @@ class Encoder:
         self.eos_is_given = not isinstance(add_eos, bool | np.bool_)
         """Whether the user passed the id itself."""
         missing = add_eos is True and self.eos_token_id is None
-        self._lacks_eos = missing and hasattr(tokenizer, "get_vocab")
+        self.lacks_eos = missing and hasattr(tokenizer, "get_vocab")
         (vocab_size,) = check_counts(vocab_size=vocab_size)
         self.vocab_size = _vocab_size(tokenizer) if vocab_size is None else vocab_size
+        self.used_template = False
+        """Whether a chat was encoded."""
+        self.text_encoder: Any = None
+        """Encodes plain texts faster (`text_encoder.py`), if it was found to be exact."""
 
     def encode(self, rows: Sequence[Any]) -> list[Sample | ValueError]:
         """Return the sample of each row, or the error if it has none."""
@@ -197,11 +198,12 @@ class Encoder:
         )
 
     def _encode_messages(self, messages: Any, first: int, tools: Any) -> Sample:
+        self.used_template = True
         sample = encode_chat(self._require_tokenizer(), messages, first, tools)
         return make_sample(sample.tokens, sample.labels, self.vocab_size)
 
     def _check_eos(self) -> None:
-        if self._lacks_eos:
+        if self.lacks_eos:
             raise ValueError(
                 "the tokenizer has no eos token to end documents with: set its eos_token, "
                 "or pass add_eos=ID, or add_eos=False to train without end tokens"
@@ -308,6 +310,16 @@ def _as_value_error(error: Exception) -> ValueError:
     return error if type(error) is ValueError else ValueError(f"{type(error).__name__}: {error}")
 
 
+def encoded_settings(encoder: Encoder) -> dict[str, Any]:
+    """Return the settings that determine the samples of rows, as a state has them."""
+    return {
+        "text_column": encoder.text_column,
+        "format": encoder.format_name,
+        "add_eos": encoder.eos_token_id,
+        "tokenizer": tokenizer_fingerprint(encoder.tokenizer),
+    }
+
+
 ENCODE_BATCH = 256
 """Rows encoded per call of the tokenizer."""
 
@@ -343,19 +355,3 @@ def raise_or_skip(
             raise result
         else:
             skipped.add(result)
-
-
-def encode_source(
-    source: RowSource,
-    encoder: Encoder,
-    skipped: SkippedRows | None,
-    number: int = 0,
-    max_length: int | None = None,
-) -> TokenArray:
-    """Read and encode every row of a source; `number` is its index in a mixture."""
-    rows, samples = source.read(0, 1), []
-    with closing(RowProgress(source)) as progress:
-        while batch := list(islice(rows, ENCODE_BATCH)):
-            samples += raise_or_skip(encode_rows(batch, encoder, max_length), skipped)
-            progress.add([row.value for row in batch])
-    return TokenArray.of(samples, source.name, number)

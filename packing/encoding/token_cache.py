@@ -1,12 +1,11 @@
 """Tokens on disk, so that the same data is tokenized once.
 
     key   all bytes of the data, the tokenizer with its template, settings, versions, this code
-    entry FOLDER/KEY/  tokens.bin  lengths.bin  labels.bin?  entry.json (sizes, checksums, skipped)
+    entry FOLDER/KEY/, a corpus (`sources/corpus.py`)
 
-An entry is written under a temporary name and then renamed, so that a process sees all of it or
-nothing. If two processes write the same entry, one wins. A damaged entry is encoded again. Data or
-tokenizers that cannot be identified completely (functions, iterables, slow tokenizers) are not
-cached.
+If several processes need an entry, one writes it and the others wait. A damaged entry is encoded
+again. Data or tokenizers that cannot be identified completely (functions, iterables, slow
+tokenizers) are not cached.
 """
 
 from __future__ import annotations
@@ -16,22 +15,21 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from datetime import date
-from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from ..sources.corpus import MANIFEST, find_damage, open_corpus
+from ..sources.local_folder import LocalFolder
 from ..sources.source import RowSource
 from ..sources.token_store import TokenArray
-from .encoder import Encoder, encode_source
+from ..state.fingerprint import package_version
+from .encoder import Encoder
 from .report import SkippedRows
+from .shard_job import Job, encode_source
+from .tokenization import run_job
 
 log = logging.getLogger(__name__)
-ENTRY = "entry.json"
 TOKENIZER_SETTINGS = (
     "bos_token", "eos_token", "unk_token", "pad_token", "add_bos_token", "add_eos_token",
     "split_special_tokens", "special_tokens_map",
@@ -66,63 +64,42 @@ class TokenCache:
         skipped: SkippedRows | None,
         number: int,
         max_length: int | None,
-    ) -> TokenArray:
+    ) -> list[TokenArray]:
         """Return the tokens of a source, from the cache if they are in it."""
-        encode = partial(encode_source, source, encoder, number=number, max_length=max_length)
-        if (source.num_bytes or 0) < self.min_bytes:
-            return encode(skipped)
-        key = entry_key(source, encoder, skipped is not None, max_length)
+        key = None
+        if (source.num_bytes or 0) >= self.min_bytes:
+            key = entry_key(source, encoder, skipped is not None, max_length)
         if key is None:
-            return encode(skipped)
-        own = None if skipped is None else SkippedRows()
-        array = self._read(key, source.name, number, own)
-        if array is None:
-            array = encode(own)
-            self._write(key, array, own)
-        if skipped is not None and own is not None:
-            skipped.merge(own)
-        return array
-
-    def _read(
-        self, key: str, name: str, number: int, skipped: SkippedRows | None
-    ) -> TokenArray | None:
-        place = self.folder / key
-        if not place.is_dir():
-            return None
-        try:
-            entry = json.loads((place / ENTRY).read_text(encoding="utf-8"))
-            arrays = {part: _read_array(place, part, how) for part, how in entry["files"].items()}
-            if skipped is not None:
-                skipped.merge(SkippedRows(**entry["skipped"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            self._say(f"cached tokens in {place} are damaged ({error}): tokenizing again")
-            shutil.rmtree(place, ignore_errors=True)
-            return None
-        self._say(f"tokens of {name} read from {place}")
-        lengths = arrays["lengths"]
-        begins = np.cumsum(lengths) - lengths
-        labels = arrays.get("labels")
-        return TokenArray(name, arrays["tokens"], begins, lengths, labels, number)
-
-    def _write(self, key: str, array: TokenArray, skipped: SkippedRows | None) -> None:
-        place = self.folder / key
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            draft = Path(tempfile.mkdtemp(prefix="draft-", dir=self.folder))
+            return [encode_source(source, encoder, skipped, number, max_length)]
+        folder = LocalFolder(self.folder / key)
+        if not self._is_intact(folder, source.name):
+            skips = skipped is not None
+            job = Job.of(source, encoder, folder, skips_errors=skips, max_length=max_length)
             try:
-                parts = {"tokens": array.flat, "lengths": array.lengths, "labels": array.labels}
-                files = {n: _write_array(draft, n, a) for n, a in parts.items() if a is not None}
-                counts = skipped or SkippedRows()
-                skipped_rows = {"rows": counts.rows, "reasons": counts.reasons}
-                (draft / ENTRY).write_text(json.dumps({"files": files, "skipped": skipped_rows}))
-                os.rename(draft, place)
-            finally:
-                shutil.rmtree(draft, ignore_errors=True)  # not there if it was renamed
-        except OSError as error:
-            if not (place / ENTRY).is_file():  # otherwise another process wrote the same
-                self._say(f"tokens of {array.name} are not cached: {error}")
-                return
-        self._say(f"tokens of {array.name} cached in {place}")
+                run_job(job, wait=True)
+            except OSError as error:
+                self._say(f"tokens of {source.name} are not cached: {error}")
+                return [encode_source(source, encoder, skipped, number, max_length)]
+            except ValueError:  # a bad row: this entry can never be completed
+                shutil.rmtree(folder.path, ignore_errors=True)
+                raise
+            self._say(f"tokens of {source.name} cached in {folder}")
+        return open_corpus(folder, number)
+
+    def _is_intact(self, folder: LocalFolder, name: str) -> bool:
+        """Return whether the cache has an entry; one that is damaged is removed."""
+        if not folder.exists(MANIFEST):
+            return False
+        try:
+            damaged = find_damage(folder)
+        except (ValueError, KeyError, TypeError) as error:
+            damaged = str(error)
+        if damaged is not None:
+            self._say(f"cached tokens in {folder} are damaged ({damaged}): tokenizing again")
+            shutil.rmtree(folder.path, ignore_errors=True)
+            return False
+        self._say(f"tokens of {name} read from {folder}")
+        return True
 
     def _say(self, message: str) -> None:
         self.messages.append(message)
@@ -147,7 +124,7 @@ def entry_key(
     if rows is None:
         return None
     settings = [encoder.text_column, encoder.format_name, encoder.eos_token_id, encoder.vocab_size]
-    versions = [_version(name) for name in ("nopad", "transformers", "tokenizers", "jinja2")]
+    versions = [package_version(name) for name in ("nopad", "transformers", "tokenizers", "jinja2")]
     parts = [rows, tokenizer, settings, skips, max_length, versions, _code_hash()]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
@@ -164,13 +141,6 @@ def _tokenizer_text(tokenizer: Any) -> list[str] | None:
     return [type(tokenizer).__name__, backend.to_str(), template, today, *special]
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
-
-
 def _code_hash() -> str:
     """Hash the code that turns rows into tokens: tokens of an older version are not read."""
     digest, packing = hashlib.blake2b(digest_size=16), Path(__file__).parents[1]
@@ -179,24 +149,3 @@ def _code_hash() -> str:
     for path in sorted(packing.glob("sources/**/*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _write_array(folder: Path, name: str, values: np.ndarray) -> dict:
-    """Write an array in the smallest of three types; return what is needed to read it."""
-    low, high = int(values.min(initial=0)), int(values.max(initial=0))
-    types: tuple[Any, ...] = (np.uint16, np.int32, np.int64)
-    dtype = next(t for t in types if np.iinfo(t).min <= low and high <= np.iinfo(t).max)
-    data = values.astype(dtype).tobytes()
-    (folder / f"{name}.bin").write_bytes(data)
-    return {"dtype": np.dtype(dtype).str, "bytes": len(data), "blake2b": _checksum(data)}
-
-
-def _read_array(folder: Path, name: str, how: dict) -> np.ndarray:
-    data = (folder / f"{name}.bin").read_bytes()
-    if len(data) != how["bytes"] or _checksum(data) != how["blake2b"]:
-        raise ValueError(f"{name}.bin differs from what was written")
-    return np.frombuffer(data, np.dtype(how["dtype"])).astype(np.int64)
-
-
-def _checksum(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -48,16 +48,26 @@ def permute(positions: np.ndarray, n: int, key: np.uint64) -> np.ndarray:
     return out
 
 
-def epoch_order(n: int, seed: int, epoch: int, shuffle: bool, lap: str = "") -> Iterator:
+def epoch_order(
+    n: int,
+    seed: int,
+    epoch: int,
+    shuffle: bool,
+    lap: str = "",
+    positions: tuple[int, int] | None = None,
+) -> Iterator:
     """Yield the documents 0..n-1 in the order of an epoch, in blocks.
+
+    positions: begin and end of a part of this order; default: all of it.
 
     >>> [block.tolist() for block in epoch_order(3, seed=0, epoch=0, shuffle=False)]
     [[0, 1, 2]]
     """
-    for begin in range(0, n, ORDER_BLOCK):
-        positions = np.arange(begin, min(begin + ORDER_BLOCK, n))
-        key = shuffle_key("epoch", seed, epoch, lap)
-        yield permute(positions, n, key) if shuffle else positions
+    first, end = positions or (0, n)
+    key = shuffle_key("epoch", seed, epoch, lap)
+    for begin in range(first, end, ORDER_BLOCK):
+        some = np.arange(begin, min(begin + ORDER_BLOCK, end))
+        yield permute(some, n, key) if shuffle else some
 
 
 @jit

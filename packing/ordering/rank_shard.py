@@ -6,7 +6,9 @@ order in which a DataLoader collects them. A round is `world_size` consecutive p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+
+WINDOW = ("window", "window_start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,20 @@ class Position:
     index: int = 0
     end_epoch: int | None = None
     """The pass ends before this epoch; None: it never ends."""
+    window: int = 0
+    """The part of a very large epoch that is planned on its own."""
+    window_start: int = 0
+    """Index of the first pack of that part; 0 in the first part."""
+
+    @property
+    def planned_start(self) -> int:
+        """Index of the pack from which packs are planned to reach this position."""
+        return self.window_start if self.window else self.epoch_start
+
+    def to_json(self) -> dict:
+        """Return the fields for a state; those of the first window are omitted."""
+        fields = asdict(self)
+        return fields if self.window else {k: v for k, v in fields.items() if k not in WINDOW}
 
 
 @dataclass(frozen=True, slots=True)

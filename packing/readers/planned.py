@@ -19,7 +19,7 @@ from itertools import count
 
 import numpy as np
 
-from ..encoding.report import NO_PACKS, SkippedRows, build_report
+from ..encoding.report import NO_PACKS, SkippedRows, add_counts, build_report
 from ..ordering.mixture import MixedOrder, Mixture, has_schedule
 from ..ordering.permutation import epoch_order
 from ..ordering.rank_shard import Position, RankShard
@@ -43,6 +43,9 @@ GATHER_TOKENS = 1 << 17
 """Tokens gathered per call: enough to amortize the call, few enough to stay in the cache."""
 PLANNED_POOL = 1 << 16
 """Documents whose packs are shuffled together, so that a set up to this size has no order."""
+WINDOW_DOCUMENTS = 1 << 25
+"""Documents planned together. They follow each other in the order of the whole epoch, so windows
+change only which of them share a pack; larger windows would take longer to resume."""
 MAX_READERS = 1 << 16
 """Largest number of ranks x workers. The position after a round of packs may be beyond the end of
 the epoch in which the round started, by fewer packs than this."""
@@ -73,6 +76,28 @@ class PlannedPacks:
         self, epoch: int, first_pack: int = 0, max_documents: int | None = None
     ) -> Iterator[Plan]:
         """Plan an epoch, or its first documents, block by block; the items are those documents."""
+        counts = Counts()
+        for window in range(self.num_windows):
+            left = None if max_documents is None else max_documents - window * WINDOW_DOCUMENTS
+            if left is not None and left <= 0:
+                break
+            for plan in self.window_plans(epoch, window, first_pack, left):
+                first_pack += len(plan)
+                yield plan
+            counts = add_counts([counts, self.counts])
+        self.counts = counts
+
+    @property
+    def num_windows(self) -> int:
+        """Parts of an epoch that are planned independently, so that a resume plans one of them."""
+        return (
+            1 if self._mixed_order is not None else max(1, -(-len(self.store) // WINDOW_DOCUMENTS))
+        )
+
+    def window_plans(
+        self, epoch: int, window: int, first_pack: int = 0, max_documents: int | None = None
+    ) -> Iterator[Plan]:
+        """Plan a window of an epoch, or its first documents."""
         settings, options = self.settings, self.settings.planner
         if settings.shuffle:
             options["pool"] = max(PLANNED_POOL, options["pool"])
@@ -80,7 +105,7 @@ class PlannedPacks:
         if settings.balance:
             leveler = Leveler(seed=settings.seed, epoch=epoch, first=first_pack)
         pending, first, changes = np.zeros(0, np.int64), 0, has_schedule(settings.weights)
-        for documents in _first(self._order(epoch), max_documents):
+        for documents in _first(self._order(epoch, window), max_documents):
             if changes:  # a block ends at the end of an interval at the latest
                 yield leveler.feed(self._of_documents(planner.flush(), pending, first))
                 yield leveler.finish()
@@ -115,11 +140,12 @@ class PlannedPacks:
             location = self.store.location(int(documents[first]))
             raise too_long_error(location, int(lengths[first]), self._max_length)
 
-    def _order(self, epoch: int) -> Iterator[np.ndarray]:
-        if self._mixed_order is None:
-            settings = self.settings
-            return epoch_order(len(self.store), settings.seed, epoch, bool(settings.shuffle))
-        return self._mixed_order.read(epoch)
+    def _order(self, epoch: int, window: int) -> Iterator[np.ndarray]:
+        if self._mixed_order is not None:
+            return self._mixed_order.read(epoch)
+        settings, n = self.settings, len(self.store)
+        part = window * WINDOW_DOCUMENTS, min(n, (window + 1) * WINDOW_DOCUMENTS)
+        return epoch_order(n, settings.seed, epoch, bool(settings.shuffle), positions=part)
 
     def _kept_lengths(self, documents: np.ndarray) -> np.ndarray:
         return kept_lengths(self._lengths(documents), self.settings.packer)
@@ -192,38 +218,50 @@ class PlannedPacks:
             base: the pack at which rounds of one pack per rank start, the same everywhere.
             cursors: not needed; a stream continues from them.
         """
-        next_index, planned = share.next(base, position.index), position.epoch_start
-        epoch_starts = [(position.epoch, position.epoch_start)]
+        if position.window >= self.num_windows:
+            raise ValueError(
+                f"the state is in window {position.window}, there are "
+                f"{self.num_windows}: it was not made by this run"
+            )
+        next_index, planned = share.next(base, position.index), position.planned_start
+        epoch_start, starts = position.epoch_start, [_start(position)]
         end = sys.maxsize if self.settings.max_packs is None else self.settings.max_packs
         for epoch in count(position.epoch):
             if epoch == position.end_epoch or planned >= end:
                 break
-            epoch_starts.append((epoch, planned))
-            for plan in self.plans(epoch, planned):
-                indices = np.arange(next_index, min(planned + len(plan), end), share.stride)
-                if len(indices):
-                    packs = indices - planned
-                    yield from self._gather(plan, packs, indices, epoch_starts, share, base)
-                    next_index = int(indices[-1]) + share.stride
-                planned += len(plan)
-            if planned == epoch_starts[-1][1]:
+            resumed = epoch == position.epoch
+            epoch_start = position.epoch_start if resumed else planned
+            for window in range(position.window if resumed else 0, self.num_windows):
+                starts.append(
+                    _start(Position(epoch, epoch_start, window=window, window_start=planned))
+                )
+                for plan in self.window_plans(epoch, window, planned):
+                    indices = np.arange(next_index, min(planned + len(plan), end), share.stride)
+                    if len(indices):
+                        packs = indices - planned
+                        yield from self._gather(plan, packs, indices, starts, share, base)
+                        next_index = int(indices[-1]) + share.stride
+                    planned += len(plan)
+                if planned >= end:
+                    break
+            if planned == epoch_start:
                 raise ValueError(NO_PACKS)
-            if epoch == position.epoch and position.index > planned + MAX_READERS:
+            if resumed and position.index > planned + MAX_READERS:
                 raise ValueError(
                     f"the state is at pack {position.index} of epoch {epoch}, which ends before "
                     f"pack {planned}: it was not made by this run"
                 )
-            epoch_starts = [start for start in epoch_starts if start[0] > epoch - share.world_size]
+            starts = [start for start in starts if start[1]["epoch"] > epoch - share.world_size]
         while next_index < share.round_end(min(planned, end) - 1, base):
-            cursor = _cursor_at(epoch_starts, share.round_start(next_index, base))
+            cursor = _cursor_at(starts, share.round_start(next_index, base))
             yield Pack.of([], self.settings.budget, index=next_index, cursor=cursor)
             next_index += share.stride
 
-    def _gather(self, plan: Plan, packs, indices, epoch_starts, share, base) -> Iterator[Pack]:
+    def _gather(self, plan: Plan, packs, indices, starts_at, share, base) -> Iterator[Pack]:
         """Gather some packs of a plan, several per call, and cut them into Packs."""
         packer, budget = self.settings.packer, self.settings.budget
         per_call = max(1, GATHER_TOKENS // budget)
-        current = {"epoch": epoch_starts[-1][0], "epoch_start": epoch_starts[-1][1]}
+        current_start, current = starts_at[-1]
         firsts = range(0, len(packs), per_call)
         gather = partial(
             self.store.gather,
@@ -246,12 +284,12 @@ class PlannedPacks:
                 parent_counts = self.store.parent_label_counts(rows)
             pack_ends, segment_ends = rows.pack_ends.tolist(), rows.segment_ends.tolist()
             batch_indices = indices[first : first + per_call].tolist()
-            starts_earlier = share.round_start(batch_indices[0], base) < current["epoch_start"]
+            starts_earlier = share.round_start(batch_indices[0], base) < current_start
             for p, index in enumerate(batch_indices):
                 a, b, c, d = pack_ends[p], pack_ends[p + 1], segment_ends[p], segment_ends[p + 1]
                 cursor = current
                 if starts_earlier:
-                    cursor = _cursor_at(epoch_starts, share.round_start(index, base))
+                    cursor = _cursor_at(starts_at, share.round_start(index, base))
                 yield Pack(
                     tokens[a:b],
                     labels[a:b] if has_labels else None,
@@ -274,7 +312,13 @@ def _first(blocks: Iterator[np.ndarray], count: int | None) -> Iterator[np.ndarr
             return
 
 
-def _cursor_at(epoch_starts: list[tuple[int, int]], index: int) -> dict:
-    """Return the cursor of the last epoch that does not start after a pack."""
-    epoch, start = next(pair for pair in reversed(epoch_starts) if pair[1] <= index)
-    return {"epoch": epoch, "epoch_start": start}
+def _start(position: Position) -> tuple[int, dict]:
+    """Return the pack at which a window starts, and the cursor of its packs."""
+    skipped = ("index", "end_epoch")
+    cursor = {name: value for name, value in position.to_json().items() if name not in skipped}
+    return position.planned_start, cursor
+
+
+def _cursor_at(starts: list[tuple[int, dict]], index: int) -> dict:
+    """Return the cursor of the last window that does not start after a pack."""
+    return next(cursor for start, cursor in reversed(starts) if start <= index)

@@ -1,5 +1,7 @@
 """Where documents come from: files, folders, datasets, lists and streams."""
 
+from .corpus import find_damage
+from .local_folder import open_folder
 from .null_fields import drop_null_fields
 from .open_source import open_source
 from .source import Row, RowError, RowSource
@@ -12,5 +14,7 @@ __all__ = [
     "TokenArray",
     "TokenStore",
     "drop_null_fields",
+    "find_damage",
+    "open_folder",
     "open_source",
 ]

@@ -63,8 +63,8 @@ class TokenRowSource(IndexedSource):
 
     def _row(self, number: int) -> dict:
         array, tokens = self.store.locate(number)
-        row = {"input_ids": array.flat[tokens]}
-        return row if array.labels is None else row | {"labels": array.labels[tokens]}
+        row, labels = {"input_ids": array.flat[tokens]}, array.labels_of(tokens)
+        return row if labels is None else row | {"labels": labels}
 
     def fingerprint(self):
         return self.store.fingerprint()

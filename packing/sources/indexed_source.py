@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 
 from ..ordering.permutation import permute
-from .source import Row, RowSource
+from .source import Row, RowSource, even_ranges
+
+BATCH = 256
+"""Rows that are requested at a time."""
 
 
 class IndexedSource(RowSource):
@@ -26,8 +29,17 @@ class IndexedSource(RowSource):
     def rows(self, numbers: np.ndarray) -> list[Any]:
         """Return the rows of these numbers."""
 
+    def ranges(self, count):
+        return even_ranges(len(self), count)
+
+    def read_range(self, begin, end):
+        for first in range(begin, end, BATCH):
+            numbers = np.arange(first, min(end, first + BATCH))
+            for number, row in zip(numbers.tolist(), self.rows(numbers), strict=True):
+                yield Row(row, f"{self.name}, row {number}", None)
+
     def read(self, shard, shards, cursor=None, shuffle_key=None):
-        n, batch = len(self), 256
+        n, batch = len(self), BATCH
         for begin in range(cursor[0] if cursor else shard, n, shards * batch):
             positions = np.arange(begin, min(n, begin + shards * batch), shards)
             numbers = positions if shuffle_key is None else permute(positions, n, shuffle_key)

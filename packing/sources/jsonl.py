@@ -16,7 +16,7 @@ from ..state.content_key import files_key
 from .decompress import compressed_lines, decompressed_bytes, is_compressed
 from .paths import DataFile, display_name, files_fingerprint
 from .remote import RemoteFile
-from .source import Row, RowSource
+from .source import Row, RowSource, even_ranges
 
 LINE_LIMIT = 64 << 20
 DEPTH_LIMIT = 64
@@ -38,10 +38,37 @@ class JsonlSource(RowSource):
             if is_compressed(path):
                 lines = compressed_lines(path, shard, shards, offset, _bounded_line)
             else:
-                lines = _plain_lines(path, self.sizes[file], shard, shards, offset)
+                size = self.sizes[file]
+                part = size * shard // shards, size * (shard + 1) // shards
+                lines = _plain_lines(path, size, *part, offset)
             for line, location, next_offset in lines:
                 yield Row(_parse(line), location, [file, next_offset])
             offset = None
+
+    def ranges(self, count):
+        """Cut the bytes of all files; a compressed file belongs to the range of its first byte."""
+        if self.sequential_only and len(self.paths) == 1:
+            return None
+        return even_ranges(sum(self._extents), count)
+
+    def read_range(self, begin, end):
+        start = 0
+        for path, size, extent in zip(self.paths, self.sizes, self._extents, strict=True):
+            first, last = max(0, begin - start), min(extent, end - start)
+            lines = ()
+            if is_compressed(path) and begin <= start < end:
+                lines = compressed_lines(path, 0, 1, None, _bounded_line)
+            elif first < last and not is_compressed(path):
+                lines = _plain_lines(path, size, first, last, None)
+            for line, location, _ in lines:
+                yield Row(_parse(line), location, None)
+            start += extent
+
+    @property
+    def _extents(self) -> list[int]:
+        """Bytes of each file; a compressed one without bytes is read too, and named."""
+        pairs = zip(self.paths, self.sizes, strict=True)
+        return [max(size, int(is_compressed(path))) for path, size in pairs]
 
     def fingerprint(self):
         return files_fingerprint("jsonl", self.paths, self.sizes)
@@ -51,10 +78,9 @@ class JsonlSource(RowSource):
 
 
 def _plain_lines(
-    path: DataFile, size: int, shard: int, shards: int, offset: int | None
+    path: DataFile, size: int, begin: int, end: int, offset: int | None
 ) -> Iterator[tuple[bytes | ValueError, object, int]]:
-    """Yield the lines that begin in this shard's part of the bytes."""
-    begin, end = size * shard // shards, size * (shard + 1) // shards
+    """Yield the lines that begin in a part of the file's `size` bytes."""
     with path.open("rb") as file:
         if offset is None:
             offset = _line_start(file, begin)

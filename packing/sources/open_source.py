@@ -1,6 +1,6 @@
 """Recognize the type of a source, and open it as tokens or as rows.
 
-ready tokens, lengths known   Dataset with input_ids, Megatron prefix, flat .bin   ─▶ [TokenArray]
+ready tokens, lengths known   corpus, Dataset with input_ids, Megatron, flat .bin  ─▶ [TokenArray]
 rows to be encoded            jsonl, parquet, text files, Dataset, lists, streams  ─▶ RowSource
 
 A path that does not exist and has the form `owner/name` is a dataset on the hub, which is streamed.
@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .corpus import JOB, MANIFEST, is_corpus, open_corpus
 from .in_memory import IterableSource, ListSource
+from .local_folder import Folder, LocalFolder
 from .paths import DataFile, check_name, list_files
-from .remote import exists, is_url, list_url, local_path, shown
+from .remote import RemoteFolder, exists, is_url, list_url, local_path, shown
 from .source import RowSource
 from .text_files import TextFileSource
 from .token_store import TokenArray, TokenStore
@@ -104,6 +106,8 @@ def _open_path(path: Path, options: _PathOptions) -> Opened:
 
         index, binary = (path.with_name(path.name + suffix) for suffix in (".idx", ".bin"))
         return [open_megatron(index, binary, options.number)]
+    if path.is_dir() and is_corpus(LocalFolder(path)):
+        return _open_corpus(LocalFolder(path), options)
     if path.is_dir() and (path / "dataset_info.json").is_file():
         from .hf_datasets import open_saved
 
@@ -128,10 +132,19 @@ def _open_url(url: str, options: _PathOptions) -> Opened:
         (index,), (binary,) = (list_url(url + end, None, check_name) for end in (".idx", ".bin"))
         return [open_megatron(index, binary, options.number)]
     files = list_url(url, options.glob, check_name)
+    if any(file.name in (MANIFEST, JOB) for file in files) and is_corpus(RemoteFolder(url)):
+        return _open_corpus(RemoteFolder(url), options)
     place = shown(url)
     if any(file.name == "dataset_info.json" for file in files):
         raise ValueError(f"{place} is a saved dataset: pass datasets.load_from_disk(url)")
     return _open_files(list(files), place, place.rstrip("/").rpartition("/")[2], options)
+
+
+def _open_corpus(folder: Folder, options: _PathOptions) -> Opened:
+    for name, value in (("glob", options.glob), ("dtype", options.dtype)):
+        if value is not None:
+            raise ValueError(f"{name}={value!r}: {folder} is a folder of tokens, which has its own")
+    return open_corpus(folder, options.number)
 
 
 def _open_files(files: list[DataFile], place: str, name: str, options: _PathOptions) -> Opened:

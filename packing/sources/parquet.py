@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -12,7 +13,7 @@ from ..state.content_key import files_key
 from .null_fields import drop_null_fields
 from .paths import DataFile, display_name, files_fingerprint
 from .remote import RemoteFile, RemoteReadError
-from .source import SMALL_BYTES, Row, RowSource
+from .source import SMALL_BYTES, Row, RowSource, even_ranges
 
 WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 12}
 """Bytes of a decoded value; others have at least one."""
@@ -36,6 +37,23 @@ class ParquetSource(RowSource):
             for value, row, next_row in _rows(path, shard, shards, first_row):
                 yield Row(value, f"{path.name}, row {row}", [file, next_row])
             first_row = 0
+
+    def ranges(self, count):
+        return even_ranges(sum(self._row_counts), count)
+
+    def read_range(self, begin, end):
+        start = 0
+        for path, count in zip(self.paths, self._row_counts, strict=True):
+            first, last = max(0, begin - start), min(count, end - start)
+            if first < last:
+                for value, row, _ in _rows(path, 0, 1, first, last):
+                    yield Row(value, f"{path.name}, row {row}", None)
+            start += count
+
+    @cached_property
+    def _row_counts(self) -> list[int]:
+        """Rows of each file; a file that cannot be opened is a row with the error."""
+        return list(map(_count_rows, self.paths))
 
     def num_rows(self):
         """Count the rows of the first files, and extrapolate by bytes to the others."""
@@ -78,7 +96,7 @@ def _decoded_bytes(paths: list[DataFile]) -> int:
 
 
 def _rows(
-    path: DataFile, shard: int, shards: int, first_row: int
+    path: DataFile, shard: int, shards: int, first_row: int, end_row: int | None = None
 ) -> Iterator[tuple[Any, int, int]]:
     """Yield (row, its number, the number to continue at) of this shard's range of rows."""
     try:
@@ -92,6 +110,7 @@ def _rows(
     with file:
         total = file.metadata.num_rows
         begin, end = max(first_row, total * shard // shards), total * (shard + 1) // shards
+        end = end if end_row is None else min(end, end_row)
         first = 0
         for group in range(file.metadata.num_row_groups):
             last = first + file.metadata.row_group(group).num_rows
@@ -99,6 +118,16 @@ def _rows(
                 numbers = range(max(begin, first), min(last, end))
                 yield from _row_group(file, group, first, numbers)
             first = last
+
+
+def _count_rows(path: DataFile) -> int:
+    try:
+        with _open(path) as file:
+            return file.metadata.num_rows
+    except RemoteReadError:
+        raise
+    except (pa.ArrowException, OSError, ValueError):  # named when its rows are read
+        return 1
 
 
 def _open(path: DataFile) -> pq.ParquetFile:

@@ -9,7 +9,8 @@ rows; a source that can only be streamed leaves shuffling to the blocks of its r
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +52,8 @@ class RowSource(ABC):
     name: str
     default_shards: int | None = 8
     """Number of shards unless the user chooses one."""
+    paths: Sequence[Any] = ()
+    """The files that the rows are in, if any."""
     num_bytes: int | None = None
     """Decompressed size of the data, if known; beyond SMALL_BYTES, an estimate."""
     num_rows_is_exact = False
@@ -64,6 +67,17 @@ class RowSource(ABC):
 
         shuffle_key: the key of this read, for sources that can read their rows in any order.
         """
+
+    def ranges(self, count: int) -> list[tuple[int, int]] | None:
+        """Cut the rows, in their order, into about `count` ranges that can be read independently.
+
+        Returns None if the rows can only be read one after the other.
+        """
+        return None
+
+    def read_range(self, begin: int, end: int) -> Iterator[Row]:
+        """Yield the rows of one of the `ranges`."""
+        raise NotImplementedError(f"{self.name} cannot be read in ranges")
 
     def first(self) -> Row | None:
         """Return the first row, which `read` still yields; None if there is none."""
@@ -101,3 +115,13 @@ class RowSource(ABC):
 def cursor_error(name: str, cursor: Any) -> ValueError:
     """Build the error for a cursor that is not a position in the source."""
     return ValueError(f"{name}: the cursor {str(cursor)[:60]!r} is not a position in it")
+
+
+def even_ranges(size: int, count: int) -> list[tuple[int, int]]:
+    """Cut 0 .. size into at most `count` ranges of about the same size.
+
+    >>> even_ranges(10, 3)
+    [(0, 3), (3, 6), (6, 10)]
+    """
+    count = max(1, min(count, size))
+    return list(pairwise(size * number // count for number in range(count + 1)))

@@ -9,9 +9,10 @@ One compiled loop gathers the tokens of several packs, so no Python runs per doc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +22,8 @@ from ..sample import IGNORE_INDEX, Sample, check_labels
 from ..state.fingerprint import Fingerprint
 from ..token_ids import MAX_TOKEN_ID
 from .mapped_file import MappedFile
-from .mapped_index import MappedBegins, chunks
-from .remote import RemoteTokens
+from .mapped_index import MappedBegins, SummedBegins, chunks, join_lengths
+from .remote import RemoteTokens, read_together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,15 +33,18 @@ class TokenArray:
     name: str
     flat: np.ndarray | RemoteTokens
     """Token ids of any integer type."""
-    begins: np.ndarray | MappedBegins
+    begins: np.ndarray | MappedBegins | SummedBegins
     """int64 [n]: start of each document in `flat`."""
     lengths: np.ndarray
     """[n]: tokens of each document."""
-    labels: np.ndarray | None = None
-    """As long as `flat`; None: every token of a document but its first is a label."""
+    labels: np.ndarray | RemoteTokens | None = None
+    """As long as `flat`: the labels, or as bool which tokens are; None: all but a document's first.
+    """
     source: int = 0
     file: MappedFile | None = None
     """The file that `flat` maps, if any."""
+    manifest: Mapping[str, Any] | None = None
+    """What is known of a corpus that this is a shard of: its content was checked when written."""
 
     @property
     def is_remote(self) -> bool:
@@ -73,12 +77,25 @@ class TokenArray:
             end = max(end, int((begins + self.lengths[some]).max()))
         return first, end
 
+    def labels_of(self, tokens: slice) -> np.ndarray | None:
+        """Return the labels of a document; None: all tokens but its first."""
+        if self.labels is None:
+            return None
+        labels = self.labels[tokens]
+        if labels.dtype != np.bool_:
+            return labels
+        return np.where(labels, self.flat[tokens].astype(np.int64), IGNORE_INDEX)
+
     def fingerprint(self) -> str:
         """Identify the documents by their lengths and content."""
         self.check_file()
-        fingerprint = Fingerprint(len(self.lengths), self.labels is not None)
-        fingerprint.array(self.lengths, np.dtype(np.int64))
-        return fingerprint.array(self.flat).array(self.labels).text()
+        return tokens_fingerprint(self.lengths, self.flat, self.labels)
+
+
+def tokens_fingerprint(lengths: Any, flat: Any, labels: Any) -> str:
+    """Identify documents by their lengths and content."""
+    fingerprint = Fingerprint(len(lengths), labels is not None)
+    return fingerprint.array(lengths, np.dtype(np.int64)).array(flat).array(labels).text()
 
 
 @jit
@@ -107,11 +124,7 @@ class TokenStore:
     def __init__(self, arrays: Sequence[TokenArray]):
         self.arrays = list(arrays)
         self.first_documents = np.cumsum([0, *(len(array.lengths) for array in arrays)])
-        self.lengths = (
-            arrays[0].lengths
-            if len(arrays) == 1
-            else np.concatenate([np.zeros(0, np.int64), *(array.lengths for array in arrays)])
-        )
+        self.lengths = join_lengths([array.lengths for array in arrays])
         first_of = {array.source: i for i, array in reversed(list(enumerate(self.arrays)))}
         self._source_firsts = np.array(
             [self.first_documents[first_of[array.source]] for array in self.arrays]
@@ -127,7 +140,7 @@ class TokenStore:
     def check(self) -> None:
         """Raise on empty documents, and on documents that end after their array."""
         for first, array in zip(self.first_documents.tolist(), self.arrays, strict=False):
-            if not len(array.lengths):
+            if not len(array.lengths) or array.manifest is not None:
                 continue
             if array.lengths.min() < 1:
                 location = self.location(first + int(np.argmin(array.lengths)))
@@ -150,7 +163,14 @@ class TokenStore:
 
     def fingerprint(self) -> str:
         """Identify all documents."""
-        return Fingerprint(*(array.fingerprint() for array in self.arrays)).text()
+        parts: list[str] = []
+        for _, shards in groupby(self.arrays, lambda array: id(array.manifest)):
+            arrays = list(shards)
+            if arrays[0].manifest is not None:
+                parts.append(arrays[0].manifest["fingerprint"])
+            else:
+                parts += [array.fingerprint() for array in arrays]
+        return Fingerprint(*parts).text()
 
     def gather(
         self,
@@ -175,12 +195,16 @@ class TokenStore:
             )
         else:
             array_of = self.array_of(rows.documents)
-            for number in np.unique(array_of):
+
+            def copy(number: int) -> bool:
                 segments = np.flatnonzero(array_of == number)
                 documents = rows.documents[segments] - self.first_documents[number]
-                valid &= _copy_documents(
-                    self.arrays[number], rows, documents, segments, pad_token_id, limit
-                )
+                array = self.arrays[number]
+                return _copy_documents(array, rows, documents, segments, pad_token_id, limit)
+
+            # Remote shards are requested together.
+            run = read_together if self.is_remote else map
+            valid = all(list(run(copy, np.unique(array_of).tolist())))
         if not valid:
             raise self._range_error(rows, limit)
         return rows
@@ -207,9 +231,10 @@ class TokenStore:
         ):
             array, tokens = self.locate(document)
             part = slice(tokens.start + start, tokens.start + start + length)
-            if array.labels is not None:
+            labels = array.labels_of(part)
+            if labels is not None:
                 try:
-                    check_labels(array.flat[part], array.labels[part])
+                    check_labels(array.flat[part], labels)
                 except ValueError as error:
                     return ValueError(f"{self.location(document)}: {error}")
         raise AssertionError("all labels are their own tokens")
@@ -226,9 +251,10 @@ class TokenStore:
 
     def _label_count(self, document: int) -> int:
         array, tokens = self.locate(document)
-        if array.labels is None:
+        labels = array.labels_of(tokens)
+        if labels is None:
             return tokens.stop - tokens.start - 1
-        return int(np.count_nonzero(array.labels[tokens][1:] != IGNORE_INDEX))
+        return int(np.count_nonzero(labels[1:] != IGNORE_INDEX))
 
     def locate(self, document: int) -> tuple[TokenArray, slice]:
         """Return the array of a document, and the slice of its tokens there."""
@@ -297,10 +323,16 @@ def _copy_documents(
     froms = array.begins[documents] + rows.starts[segments]
     begins, ends = rows.segment_starts[:-1][segments], rows.segment_starts[1:][segments]
     lengths, valid, flat = rows.lengths[segments], True, array.flat
+    mask = array.labels if array.labels is not None and array.labels.dtype == np.bool_ else None
+    mask_froms = froms
+    if isinstance(mask, RemoteTokens):
+        mask, mask_froms = mask.segments(froms, lengths)
     if isinstance(flat, RemoteTokens):
         flat, froms = flat.segments(froms, lengths)
     smallest, largest = _copy(flat, froms, lengths, begins, ends, pad_token_id, rows.tokens)
-    if len(rows.labels):
+    if mask is not None:
+        _copy_marked(rows.tokens, mask, mask_froms, lengths, begins, ends, rows.labels)
+    elif len(rows.labels):
         labels = flat if array.labels is None else array.labels
         _copy(labels, froms, lengths, begins, ends, IGNORE_INDEX, rows.labels)
         rows.labels[begins] = IGNORE_INDEX
@@ -344,6 +376,16 @@ def _allocate_rows(items, starts, lengths, offsets, packs, multiple, labeled):
         sizes,
         segment_starts,
     )
+
+
+@jit
+def _copy_marked(tokens, mask, froms, lengths, begins, ends, labels):
+    """Write the labels of segments into the row: the token where the mask is set."""
+    for s in range(len(froms)):
+        begin, first, n = froms[s], begins[s], lengths[s]
+        for i in range(ends[s] - first):
+            is_label = 0 < i < n and mask[begin + i]
+            labels[first + i] = tokens[first + i] if is_label else IGNORE_INDEX
 
 
 @jit

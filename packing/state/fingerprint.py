@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -109,14 +110,31 @@ def content_ranges(
     return [(start, min(start + step, num_entries)) for start in starts]
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str | None:
-    """Identify a tokenizer by its vocabulary, special tokens, chat template and a test text."""
+def tokenizer_fingerprint(tokenizer: Any, template: bool = True) -> str | None:
+    """Identify a tokenizer by its vocabulary, special tokens, chat template and a test text.
+
+    template: False leaves out the chat template, which plain text does not depend on.
+    """
     if tokenizer is None:
         return None
     vocabulary = sorted(tokenizer.get_vocab().items()) if hasattr(tokenizer, "get_vocab") else None
-    names = ("chat_template", "eos_token_id", "bos_token_id")
+    names = ("chat_template", "eos_token_id", "bos_token_id")[not template :]
     special = [str(getattr(tokenizer, name, None)) for name in names]
     return Fingerprint(vocabulary, _encode_test_text(tokenizer), special).text()
+
+
+def template_fingerprint(tokenizer: Any) -> str | None:
+    """Identify a tokenizer's chat template; None without one."""
+    template = getattr(tokenizer, "chat_template", None)
+    return None if template is None else Fingerprint(str(template)).text()
+
+
+def package_version(name: str) -> str:
+    """Return the version of an installed package; "" if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def _encode_test_text(tokenizer: Any) -> list[int] | None:

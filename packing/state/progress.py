@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ..ordering.rank_shard import Position, RankShard
+from ..ordering.rank_shard import WINDOW, Position, RankShard
 from ..pack import Pack
+
+EPOCH = ("epoch", "epoch_start", *WINDOW)
 
 
 @dataclass(slots=True)
@@ -16,8 +18,8 @@ class Progress:
     cursors: dict[int, dict] = field(default_factory=dict)
     num_packs: int = 0
     """Packs of this share done since the position."""
-    last: tuple[int, int, int] | None = None
-    """(index, epoch, epoch_start) of the last pack done."""
+    last: tuple[int, dict] | None = None
+    """Index of the last pack done, and its epoch: the fields of a `Position`."""
 
     def add(self, index: int, cursor: dict) -> None:
         """Count a pack as done."""
@@ -26,9 +28,13 @@ class Progress:
             for each in (*cursor.get("passed", ()), cursor):
                 kept = {k: v for k, v in each.items() if k not in ("shard", "passed")}
                 self.cursors[each["shard"]] = kept
-            self.last = (index, self.position.epoch, self.position.epoch_start)
+            self.last = (index, self._epoch())
         else:
-            self.last = (index, cursor["epoch"], cursor["epoch_start"])
+            self.last = (index, cursor)
+
+    def _epoch(self) -> dict:
+        fields = self.position.to_json()
+        return {name: fields[name] for name in EPOCH if name in fields}
 
     def check_next(self, index: int, cursor: dict, share: RankShard, shards: int) -> None:
         """Raise if a streamed pack is not this rank's next one: its shard's cursor would be lost.
@@ -53,23 +59,21 @@ class Progress:
         """Return the position after the round of the last pack: the same on every rank."""
         if self.last is None:
             return self.position
-        index, epoch, epoch_start = self.last
+        index, epoch = self.last
         round_end = share.round_end(index, self.position.index)
-        return Position(epoch, epoch_start, round_end, self.position.end_epoch)
+        return Position(**epoch, index=round_end, end_epoch=self.position.end_epoch)
 
     def worker_state(self, worker: int, num_workers: int) -> dict:
         """Return where a DataLoader worker is, for the state that it saves itself."""
-        start = self.position
-        _, epoch, epoch_start = self.last or (0, start.epoch, start.epoch_start)
-        fields = {"id": worker, "num_workers": num_workers, "num_packs": self.num_packs}
-        return {**fields, "epoch": epoch, "epoch_start": epoch_start}
+        _, epoch = self.last or (0, self._epoch())
+        return {"id": worker, "num_workers": num_workers, "num_packs": self.num_packs, **epoch}
 
     def continue_worker(self, worker: dict, share: RankShard) -> Position:
         """Count the packs of a `worker_state` as done, and return the position after them."""
         self.num_packs = worker["num_packs"]
         index = share.first(self.position.index) + self.num_packs * share.stride
-        epoch, epoch_start = worker["epoch"], worker["epoch_start"]
-        return replace(self.position, epoch=epoch, epoch_start=epoch_start, index=index)
+        epoch = {name: worker.get(name, 0) for name in EPOCH}
+        return replace(self.position, **epoch, index=index)
 
     def shard_cursors(self, rank: int = 0, world_size: int = 1) -> dict[str, dict]:
         """Return this rank's cursors with JSON keys; cursors of other ranks' shards are outdated.

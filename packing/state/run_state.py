@@ -3,6 +3,7 @@
     {"version": 1,  "settings": {...}, "fingerprint": "...", "epochs": 3, "max_packs": null,
      "finished": false,                                          whether the pass has ended
      "position": {"epoch", "epoch_start", "index", "end_epoch"}, packs below `index` were trained
+                                                 (and "window", "window_start" after the first one)
      "shards": {"0": {...}, ...}}                                cursors, if lengths are unknown
 
 It holds the settings that determine the sequence of packs, and the position in it. A state of
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+
+from ..ordering.rank_shard import WINDOW
 
 VERSION = 1
 """Incremented when the format changes, or when the same data and settings give other packs."""
@@ -55,7 +58,7 @@ def check_state(state: Any, settings: dict, fingerprint: str) -> None:
 def _check_worker(worker: Any) -> None:
     if worker is None:
         return
-    if not isinstance(worker, dict) or set(worker) != set(WORKER):
+    if not isinstance(worker, dict) or set(worker) not in ({*WORKER}, {*WORKER, *WINDOW}):
         raise ValueError(f"the state's worker must have the fields {WORKER}")
     for name, value in worker.items():
         if not is_non_negative_int(value) or value > LARGEST_INDEX:
@@ -76,16 +79,18 @@ def _check_settings(state_settings: Any, settings: dict) -> None:
 
 
 def _check_position(position: Any) -> None:
-    if not isinstance(position, dict) or set(position) != set(POSITION):
+    fields = {*POSITION}, {*POSITION, *WINDOW}
+    if not isinstance(position, dict) or set(position) not in fields:
         raise ValueError(f"the state's position must have the fields {POSITION}")
-    for name in POSITION:
-        value = position[name]
+    for name, value in position.items():
         if not is_non_negative_int(value) and not (name == "end_epoch" and value is None):
             raise ValueError(f"the state's {name} is {value!r}: expected a non-negative integer")
     epoch, epoch_start, index, end_epoch = (position[name] for name in POSITION)
     if epoch > LARGEST_EPOCH or index > LARGEST_INDEX:
         raise ValueError(f"the state's epoch {epoch} and index {index} are beyond any run")
-    if epoch_start > index or (end_epoch is not None and epoch > end_epoch):
+    planned_start = position.get("window_start", epoch_start)
+    ordered = epoch_start <= planned_start <= index
+    if not ordered or (end_epoch is not None and epoch > end_epoch):
         raise ValueError(
             f"the state's epoch {epoch} of {end_epoch}, which starts at pack {epoch_start}, and "
             f"its index {index} contradict each other"

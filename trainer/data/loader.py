@@ -237,7 +237,8 @@ class PackedLoader:
         position = state["position"]
         skipped = range(position["epoch"], epoch)
         start = position["epoch_start"] + sum(map(self.dataset.count, skipped))
-        moved = {**position, "epoch": epoch, "epoch_start": start, "index": start}
+        end_epoch = position["end_epoch"]
+        moved = {"epoch": epoch, "epoch_start": start, "index": start, "end_epoch": end_epoch}
         ends_pass = epoch == position["end_epoch"] or start >= (self.dataset.max_packs or math.inf)
         self.load_state({**state, "position": moved, "finished": ends_pass})
 

@@ -51,7 +51,7 @@ from ..checkpoint_manifest import (
 from ..data.data_state import load_data_state, save_data_state
 from ..data.loader import Batch, PackedLoader, PackInfo, UnsizedLoader, check_collator
 from ..data.model_limits import ModelLimits
-from ..data.plain_data import check_plain, pack_like, pack_plain
+from ..data.plain_data import check_plain, pack_like, pack_plain, text_tokenizer
 from ..fused.fuse_layers import fuse_layers
 from ..graceful_stop import StopRequest
 from ..loss.attached_loss import attach_trainer_loss
@@ -194,6 +194,8 @@ class PackedTrainerMixin(_Base):
         made: Any = self.model  # by now, from a path or model_init as well
         if settings is not None:
             data = self._pack(data, made.config, settings)
+        else:
+            data.check_tokenizer(text_tokenizer(self.processing_class))
         self._find_layout(made, data)
         self._sequence_group = join_sequence_group(self.layout)
         if settings is not None:

@@ -4,10 +4,12 @@ from .filesystem import RemoteReadError, is_url, local_path, shown
 from .listing import exists, list_url
 from .read_ahead import prefetch
 from .remote_file import RemoteFile, read_together
+from .remote_folder import RemoteFolder
 from .remote_tokens import RemoteTokens
 
 __all__ = [
     "RemoteFile",
+    "RemoteFolder",
     "RemoteReadError",
     "RemoteTokens",
     "exists",

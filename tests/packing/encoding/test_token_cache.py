@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 from itertools import islice
 
@@ -10,7 +11,7 @@ import datasets
 import pytest
 from char_words import char_tokenizer
 from nopad.packing import PackedDataset
-from nopad.packing.encoding import Encoder, token_cache
+from nopad.packing.encoding import Encoder, shard_job, token_cache
 
 ROWS = [{"text": "abcde"[: n % 5 + 1] * (n % 7 + 1)} for n in range(40)]
 
@@ -18,8 +19,11 @@ ROWS = [{"text": "abcde"[: n % 5 + 1] * (n % 7 + 1)} for n in range(40)]
 @pytest.fixture
 def encoded(monkeypatch):
     """The rows that were tokenized."""
-    rows, stock = [], Encoder.encode
-    monkeypatch.setattr(Encoder, "encode", lambda self, x: rows.extend(x) or stock(self, x))
+    rows, one_by_one, texts = [], Encoder.encode, shard_job.encode_texts
+    monkeypatch.setattr(Encoder, "encode", lambda self, x: rows.extend(x) or one_by_one(self, x))
+    monkeypatch.setattr(
+        shard_job, "encode_texts", lambda e, x, check: rows.extend(x) or texts(e, x, check)
+    )
     return rows
 
 
@@ -94,13 +98,13 @@ def test_a_damaged_entry_is_tokenized_again_and_replaced(tmp_path, pack, damage)
     path = write(tmp_path / "rows.jsonl")
     wanted = contents(pack(path)[0])
     (place,) = (tmp_path / "cache").iterdir()
-    tokens = place / "tokens.bin"
+    tokens = place / "00000.bin"
     data = bytearray(tokens.read_bytes())
     data[7] ^= 1
     if damage == "missing":
         tokens.unlink()
     elif damage == "entry":
-        (place / "entry.json").write_text("{")
+        (place / "manifest.json").write_text("{")
     else:
         tokens.write_bytes(data if damage == "flipped" else data[:-1])
     again, tokenized = pack(path)
@@ -109,19 +113,24 @@ def test_a_damaged_entry_is_tokenized_again_and_replaced(tmp_path, pack, damage)
     assert not pack(path)[1]
 
 
-def test_of_two_processes_that_write_one_entry_one_wins(tmp_path, pack, monkeypatch):
-    path, rename = write(tmp_path / "rows.jsonl"), os.rename
+def test_of_processes_that_need_one_entry_one_writes_it_and_the_others_read_it(tmp_path, pack):
+    path, fork = write(tmp_path / "rows.jsonl"), multiprocessing.get_context("fork")
+    start, results = fork.Barrier(3), fork.SimpleQueue()
 
-    def late(draft, place):
-        monkeypatch.setattr(token_cache.os, "rename", rename)
-        pack(path)  # the other process is done first
-        rename(draft, place)
+    def need():
+        start.wait()
+        data, tokenized = pack(path)
+        results.put((tokenized, contents(data)))
 
-    monkeypatch.setattr(token_cache.os, "rename", late)
-    data, _ = pack(path)
-    assert contents(data) == contents(pack(path)[0])
-    assert len(os.listdir(tmp_path / "cache")) == 1
-    assert not pack(path)[1]
+    processes = [fork.Process(target=need) for _ in range(3)]
+    for process in processes:
+        process.start()
+    found = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert sorted(tokenized for tokenized, _ in found) == [False, False, True]
+    assert found[0][1] == found[1][1] == found[2][1] == contents(pack(path, cache_dir=False)[0])
 
 
 def test_rows_that_were_skipped_are_told_again(tmp_path, pack):

@@ -1,0 +1,198 @@
+"""Speed and memory of `nopad tokenize`, beside datasets.map, Megatron's loop and datatrove.
+
+    python benchmarks/bench_tokenize.py corpus.jsonl tokenizer.json --eos TOKEN [--processes 2]
+        [--peer-bytes 1e8] [--record FILE.json]
+
+corpus.jsonl has a column `text`. All tokenize its first `--peer-bytes` with the same tokenizer
+and number of processes, ours with fastokens and with tokenizers alone; ours then tokenizes the
+whole file. Each runs in a process of its own. Seconds are wall-clock time with imports and the load
+of the tokenizer, `cpu_seconds` those of all its processes; MB are those of the texts. `memory` is
+the largest sum of the private memory of its processes, sampled every half second; `memory_late_mb`
+has the smallest, the middle and the largest of the last three quarters of the time.
+
+Megatron's preprocess_data.py is not in its package: `megatron` is its loop (a pool of processes
+that encode lines, `imap` in chunks of 32) over the package's own `IndexedDatasetBuilder`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PEERS = ("nopad", "nopad_stock", "datasets", "megatron", "datatrove")
+
+
+def load_tokenizer(path: str, eos: str):
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_file=path, eos_token=eos)
+
+
+def run_nopad(args: argparse.Namespace, out: str) -> int:
+    from nopad.packing import tokenize
+
+    tokenizer = load_tokenizer(args.tokenizer, args.eos)
+    return tokenize(args.corpus, out, tokenizer=tokenizer, processes=args.processes)["tokens"]
+
+
+def run_nopad_stock(args: argparse.Namespace, out: str) -> int:
+    sys.modules["fastokens"] = None  # pyright: ignore[reportArgumentType]  as if not installed
+    return run_nopad(args, out)
+
+
+def run_datasets(args: argparse.Namespace, out: str) -> int:
+    import datasets
+
+    tokenizer = load_tokenizer(args.tokenizer, args.eos)
+    data = datasets.load_dataset("json", data_files=args.corpus, split="train", cache_dir=out)
+
+    def encode(batch):
+        ids = tokenizer(batch["text"], return_attention_mask=False)["input_ids"]
+        return {"input_ids": [[*each, tokenizer.eos_token_id] for each in ids]}
+
+    data = data.map(encode, batched=True, num_proc=args.processes, remove_columns=data.column_names)
+    return sum(
+        data.with_format("arrow")[:]["input_ids"].combine_chunks().value_lengths().to_pylist()
+    )
+
+
+def run_megatron(args: argparse.Namespace, out: str) -> int:
+    import multiprocessing
+
+    import numpy as np
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    global encode_line
+    tokenizer = load_tokenizer(args.tokenizer, args.eos)
+
+    def encode_line(line):
+        return [*tokenizer(json.loads(line)["text"])["input_ids"], tokenizer.eos_token_id]
+
+    builder, tokens = IndexedDatasetBuilder(f"{out}/set.bin", dtype=np.int32), 0
+    with open(args.corpus, encoding="utf-8") as file:
+        pool = multiprocessing.get_context("fork").Pool(args.processes)
+        for ids in pool.imap(encode_line, file, 32):
+            builder.add_document(torch.IntTensor(ids), [len(ids)])
+            tokens += len(ids)
+    builder.finalize(f"{out}/set.idx")
+    return tokens
+
+
+def run_datatrove(args: argparse.Namespace, out: str) -> int:
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.tokens import DocumentTokenizer
+
+    # A task reads whole files, so each process gets one of its own.
+    lines = Path(args.corpus).read_bytes().splitlines(keepends=True)
+    Path(out, "in").mkdir()
+    for part in range(args.processes):
+        Path(out, "in", f"{part}.jsonl").write_bytes(b"".join(lines[part :: args.processes]))
+    steps = [
+        JsonlReader(f"{out}/in"),
+        DocumentTokenizer(
+            output_folder=f"{out}/tokens", tokenizer_name_or_path=args.tokenizer,
+            eos_token=args.eos, shuffle_documents=False,
+        ),
+    ]  # fmt: skip
+    LocalPipelineExecutor(
+        pipeline=steps, tasks=args.processes, workers=args.processes, logging_dir=f"{out}/logs"
+    ).run()
+    files = Path(out, "tokens").rglob("*.ds")
+    return sum(file.stat().st_size for file in files) // 4
+
+
+def sample(group: int, cpu: dict[int, float]) -> float:
+    """Return the MB of private memory of a process group; update CPU seconds of its processes."""
+    total, ticks = 0, os.sysconf("SC_CLK_TCK")
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getpgid(int(folder.name)) != group:
+                continue
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            cpu[int(folder.name)] = (int(fields[11]) + int(fields[12])) / ticks
+            for line in (folder / "smaps_rollup").read_text().splitlines():
+                if line.startswith(("Private_Dirty:", "Private_Clean:")):
+                    total += int(line.split()[1])
+        except (OSError, ValueError):
+            continue
+    return total / 1024
+
+
+def measure(name: str, args: argparse.Namespace, corpus: Path) -> dict:
+    """Run one tokenizer in a process group of its own."""
+    with tempfile.TemporaryDirectory(dir=args.folder) as out:
+        command = [sys.executable, __file__, str(corpus), args.tokenizer, "--eos", args.eos,
+                   "--processes", str(args.processes), "--run", name, "--out", out]  # fmt: skip
+        start = time.perf_counter()
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        memory, cpu = [], {}
+        while child.poll() is None:
+            memory.append(sample(child.pid, cpu))
+            time.sleep(0.5)
+        seconds = time.perf_counter() - start
+        printed, errors = child.communicate()
+        if child.returncode:
+            return {"name": name, "failed": " ".join(errors.split())[-300:]}
+    tokens = int(printed.splitlines()[-1])
+    text = sum(len(json.loads(line)["text"].encode()) for line in corpus.open("rb")) / 1e6
+    late, cpu_seconds = sorted(memory[len(memory) // 4 :]), sum(cpu.values())
+    return {
+        "name": name, "text_mb": text, "tokens": tokens, "seconds": seconds,
+        "mb_per_s": text / seconds, "tokens_per_s": tokens / seconds, "cpu_seconds": cpu_seconds,
+        "mb_per_cpu_s": text / cpu_seconds, "tokens_per_cpu_s": tokens / cpu_seconds,
+        "memory_mb": max(memory), "memory_late_mb": [late[0], late[len(late) // 2], late[-1]],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("corpus")
+    parser.add_argument("tokenizer")
+    parser.add_argument("--eos", required=True)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--peer-bytes", type=float, default=1e8)
+    parser.add_argument("--peers", nargs="+", default=PEERS, choices=PEERS)
+    parser.add_argument("--whole", nargs="*", default=["nopad"], choices=PEERS)
+    parser.add_argument("--folder", help="where results are written; default: a temporary folder")
+    parser.add_argument("--record", type=Path)
+    parser.add_argument("--run", choices=PEERS, help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run:
+        print(globals()[f"run_{args.run}"](args, args.out))
+        return
+    from record import header, write_record
+
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        part, size = Path(folder) / "part.jsonl", 0
+        with open(args.corpus, "rb") as lines, part.open("wb") as file:
+            for line in lines:
+                file.write(line)
+                size += len(line)
+                if size > args.peer_bytes:
+                    break
+        rows = []
+        runs = [(name, part) for name in args.peers] + [(n, Path(args.corpus)) for n in args.whole]
+        for name, corpus in runs:
+            row = measure(name, args, corpus)
+            rows.append(row)
+            shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}
+            print(", ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
+    record = {**header("tokenize"), "processes": args.processes, "rows": rows}
+    write_record(record, args.record)
+    print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()
