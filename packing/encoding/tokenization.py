@@ -129,6 +129,7 @@ def run_job(
         records, manifest = _start(job, header)
         if manifest is not None and len(records) == len(manifest["shards"]):
             _remove_job(job.folder, records)
+            _remove_drafts(job.folder, part)
             return manifest
         missing = _missing(job, records, part)
         _choose_encoder(job)
@@ -142,9 +143,14 @@ def run_job(
                 ) from error
         if part is not None:
             return None
-        if isinstance(job.folder, LocalFolder):
-            job.folder.remove_drafts()
+        _remove_drafts(job.folder, part)
         return _finish(job, header, records)
+
+
+def _remove_drafts(folder: Folder, part: tuple[int, int] | None) -> None:
+    """Remove what killed processes left, unless other parts are being written."""
+    if part is None and isinstance(folder, LocalFolder):
+        folder.remove_drafts()
 
 
 def _choose_encoder(job: Job) -> None:

@@ -334,7 +334,7 @@ for name in (*COMMANDS, *RECIPES):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     loaded = {name: modules for name, *modules in map(str.split, done.stdout.splitlines())}
-    assert len(loaded) == 8 and not any(loaded.values()), loaded
+    assert loaded and not any(loaded.values()), loaded
 
 
 def test_the_command_runs_as_a_process(checkpoint):
