@@ -13,6 +13,7 @@ COMMANDS = {
     ),
     "doctor": ("doctor", "does attention leak between documents? does generation match training?"),
     "generate": ("generate", "complete prompts with any HF checkpoint"),
+    "serve": ("serve", "an OpenAI-compatible HTTP server on a checkpoint"),
     "eval": ("evaluate", "lm-evaluation-harness tasks on a checkpoint"),
 }
 
