@@ -129,7 +129,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--logprobs", type=count, help="write log-probabilities, and this many alternatives")
     add("--deadline", type=number_above_0, help="seconds after which requests return unfinished")
     add_model_options(add)
-    add("--memory", type=memory_size, help="memory of the engine: bytes, or a fraction of free memory")
+    add(
+        "--memory",
+        type=memory_size,
+        help="memory of the engine: bytes, or a fraction of free memory",
+    )
     add("--max-num-seqs", type=positive, help="maximum number of requests per step")
     add("--trace", type=writable_path, help="write the events of each request, for Perfetto")
     add("--plot", type=plot_path, help="plot running and waiting requests: .svg, .png or .pdf")

@@ -187,9 +187,10 @@ def _is_ids(prompt: Any) -> bool:
 
 def _messages(body: dict[str, Any]) -> list[Any]:
     messages = body.get("messages")
-    is_list = isinstance(messages, list) and bool(messages)
-    if not is_list or not all(isinstance(m, dict) and "role" in m for m in messages):
+    if not isinstance(messages, list) or not messages:
         raise ApiError(400, "messages must be a list of objects with a role")
+    if not all(isinstance(message, dict) and "role" in message for message in messages):
+        raise ApiError(400, "every message must be an object with a role")
     return [messages]
 
 

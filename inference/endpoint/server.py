@@ -19,7 +19,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import PurePath
 from threading import Event, Thread
@@ -55,7 +55,7 @@ _GONE = 499
 
 
 def serve(engine: Engine, **settings: Any) -> Server:
-    """Start a server on an engine and return it; `settings` are the arguments of `Server`."""
+    """Start a server on an `engine` and return it; `settings` are the arguments of `Server`."""
     server = Server(engine, **settings)
     server.start()
     return server
@@ -161,7 +161,11 @@ class Server:
     # --- beside a training: called by its thread, on every rank ---
 
     def is_due(self, last: bool = False) -> bool:
-        """Return whether requests wait that may run now; always False on ranks other than 0."""
+        """Return whether requests wait that may run now; always False on ranks other than 0.
+
+        Args:
+            last: the training has ended: ignore `max_share`.
+        """
         share = self._queue.time_share
         assert share is not None, "is_due() is for serve(when=…)"
         share.start()
@@ -284,7 +288,9 @@ class Server:
         }
         if share is not None:
             figures[("pause_seconds_total", "counter")] = share.seconds
-            figures[("training_step", "gauge")] = -1 if self._queue.step is None else self._queue.step
+            figures[("training_step", "gauge")] = (
+                -1 if self._queue.step is None else self._queue.step
+            )
         lines = [f"# TYPE nopad_{n} {kind}\nnopad_{n} {v}" for (n, kind), v in figures.items()]
         lines.append("# TYPE nopad_answers_total counter")
         counts = sorted(self._num_answers.items())
@@ -539,7 +545,13 @@ def _name_of(engine: Engine) -> str:
 
 
 def _check(
-    engine: Any, token: Any, when: Any, max_share: float, max_pause: float, count: int, timeout: float
+    engine: Any,
+    token: Any,
+    when: Any,
+    max_share: float,
+    max_pause: float,
+    count: int,
+    timeout: float,
 ) -> None:
     if not isinstance(engine, Engine):
         raise ValueError(f"engine is a {type(engine).__name__}; pass an Engine")

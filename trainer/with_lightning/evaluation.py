@@ -107,7 +107,7 @@ class ServeCallback(AfterStep):
     """Answer the requests of a live endpoint between optimizer steps; close it after the last."""
 
     def __init__(self, server: LiveServer):
-        """Take the server that `serve(engine, when=…)` returned, on this rank."""
+        """Take the `server` that `serve(engine, when=…)` returned, on this rank."""
         self.server = check_server(server)
 
     def after_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

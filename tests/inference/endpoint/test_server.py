@@ -9,7 +9,6 @@ import math
 import shutil
 import socket
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -17,7 +16,7 @@ import openai
 import pytest
 from nopad.inference import Engine, SamplingParams
 from nopad.inference.endpoint import serve
-from served import GREEDY, TOKEN, client, complete, running
+from served import GREEDY, TOKEN, client, complete, running, until
 
 CHAT = [{"role": "user", "content": "Tom saw a cat"}]
 
@@ -198,13 +197,6 @@ def test_a_full_queue_answers_429(server):
         paused.run_requests(7)
         assert [each.result().json()["training_step"] for each in waiting] == [7, 7]
         assert [each.result().headers["X-Training-Step"] for each in waiting] == ["7", "7"]
-
-
-def until(condition, seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,3 +34,10 @@ def client(server: Server, token: str = TOKEN, **settings: Any) -> httpx.Client:
 def complete(server: Server, prompt: Any = "Lily saw", **body: Any) -> httpx.Response:
     with client(server) as http:
         return http.post("/v1/completions", json={"prompt": prompt, **GREEDY, **body})
+
+
+def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.002)
