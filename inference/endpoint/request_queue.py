@@ -129,15 +129,16 @@ class RequestQueue:
         num_steps = request.params.max_tokens + num_prefills
         return num_steps * stats.step_seconds / max(stats.steps, 1)
 
-    def run(self, step: int | None = None, unlimited: bool = False) -> None:
+    def run(self, step: int | None = None, last: bool = False) -> None:
         """Run requests until none is left; called by the thread that may use the model.
 
         Args:
             step: the training step of the weights.
-            unlimited: ignore the time share: no training waits.
+            last: the training has ended: refuse later requests, and ignore the time share.
         """
         self.step = step
-        start, share = time.monotonic(), None if unlimited else self.time_share
+        self.is_closed |= last
+        start, share = time.monotonic(), None if last else self.time_share
         try:
             self._admit_waiting(float("inf"))
             while self._running:

@@ -176,13 +176,13 @@ class Server:
 
         Args:
             step: the training step of the weights, which the answers carry.
-            last: the training has ended: ignore `max_share`.
+            last: the training has ended: refuse later requests, and ignore `max_share`.
         """
         model = self._engine._model
         together = world_size() > 1 and gathers_parameters(model.modules())
         with lockstep(model) if together else nullcontext():
             if rank() == 0:
-                self._queue.run(step, unlimited=last)
+                self._queue.run(step, last)
 
     # --- threads ---
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
+import tiny_run
 import torch
 import untouched
 from fake_tokenizer import FakeTokenizer
@@ -18,6 +20,7 @@ from nopad.runtime import load_draw_counts
 from nopad.trainer.evaluation import live_requests
 
 STEPS = 6
+CHILD = Path(__file__).parents[1] / "support" / "live_requests_child.py"
 
 
 class Served:
@@ -111,3 +114,12 @@ def test_a_server_that_does_not_wait_for_the_training_is_refused():
     server = type("Server", (), {"when": None})
     with pytest.raises(ValueError, match="when='step'"):
         live_requests.check_server(server)
+
+
+def test_on_several_ranks_the_first_one_answers_and_no_layout_is_disturbed():
+    first, second = tiny_run.launch(CHILD, world=2)
+    assert [*first] == ["ddp", "fsdp", "fsdp that does not fit"]
+    for layout, seen in first.items():
+        assert seen["same"] and second[layout]["same"], layout
+        assert {*seen["steps"]} == {1, 2, 3, 4} and second[layout]["steps"] == [], layout
+        assert seen["idle"] < 0.05, layout
