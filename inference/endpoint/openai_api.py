@@ -281,11 +281,11 @@ class Answer:
         return {
             "tokens": tokens,
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
-            "top_logprobs": [self._top(entry) for entry in entries],
+            "top_logprobs": [self.top_logprobs(entry) for entry in entries],
             "text_offset": ends[:-1],
         }
 
-    def _top(self, entry: TokenLogprob) -> dict[str, Any] | None:
+    def top_logprobs(self, entry: TokenLogprob) -> dict[str, Any] | None:
         """Return log-probabilities by token, with that of the token itself."""
         if math.isnan(entry.logprob):
             return None

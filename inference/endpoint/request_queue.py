@@ -112,7 +112,7 @@ class RequestQueue:
         if time.monotonic() + wait > min(request.expires for request in requests):
             message = f"requests have used up their share of the training time for {wait:.0f} s"
             raise ApiError(503, message, wait)
-        expected = max(self._expected_seconds(request) for request in requests)
+        expected = max(self.expected_seconds(request) for request in requests)
         if expected > limit:
             raise ApiError(
                 503,
@@ -121,7 +121,7 @@ class RequestQueue:
                 max(wait, 1),
             )
 
-    def _expected_seconds(self, request: ServedRequest) -> float:
+    def expected_seconds(self, request: ServedRequest) -> float:
         """Estimate the time of a request from the mean time of a step; 0 before the first step."""
         stats = self._engine.stats
         num_prompt_tokens = len(request.prompt["input_ids"])
@@ -148,7 +148,7 @@ class RequestQueue:
                     self._admit_waiting(float("inf"))
                 elif share.wait(elapsed) == 0:
                     self._admit_waiting(share.max_pause - elapsed)
-                self._abort_cancelled()
+                self.abort_cancelled()
         finally:
             if self.time_share is not None:
                 self.time_share.seconds += time.monotonic() - start
@@ -167,7 +167,7 @@ class RequestQueue:
         """Admit the requests that are expected to take at most this time."""
         with self._lock:
             waiting = [request for request in self._waiting if not request.is_cancelled]
-            admitted = [r for r in waiting if self._expected_seconds(r) <= seconds]
+            admitted = [r for r in waiting if self.expected_seconds(r) <= seconds]
             self._waiting = deque(r for r in waiting if r not in admitted)
         for request in admitted:
             self._admit(request)
@@ -188,7 +188,8 @@ class RequestQueue:
         else:
             self._running[request_id] = request
 
-    def _abort_cancelled(self) -> None:
+    def abort_cancelled(self) -> None:
+        """Free the requests whose clients no longer wait."""
         for request_id, request in [*self._running.items()]:
             if request.is_cancelled:
                 del self._running[request_id]

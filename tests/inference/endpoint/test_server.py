@@ -105,7 +105,10 @@ def test_tokens_of_equal_text_keep_separate_log_probabilities(server):
 
     call = parse_call("completion", {"prompt": "a"}, "m")
     answer = Answer(call, "id", 0, "m", lambda ids, skip_special_tokens: "the")
-    assert answer._top(TokenLogprob(5, -2.0, {9: -0.5})) == {"the": -2.0, "token_id:9": -0.5}
+    assert answer.top_logprobs(TokenLogprob(5, -2.0, {9: -0.5})) == {
+        "the": -2.0,
+        "token_id:9": -0.5,
+    }
     assert answer._logprobs([TokenLogprob(5, -math.inf)])["token_logprobs"] == [-9999.0]
 
 
