@@ -36,7 +36,6 @@ def alone(server, prompt, **params):
     return server._engine.generate([prompt], SamplingParams(**{**GREEDY, **params}))[0]
 
 
-@pytest.mark.smoke("live endpoint")
 def test_answers_are_those_of_the_engine(server):
     answer = complete(server, ["Lily saw", [40, 41, 42]], logprobs=1).json()
     for choice, prompt in zip(answer["choices"], ["Lily saw", [40, 41, 42]], strict=True):
