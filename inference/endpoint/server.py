@@ -50,6 +50,8 @@ T = TypeVar("T")
 When = Literal["step", "evaluation"]
 MAX_BODY_BYTES, MAX_HEADERS, MAX_HEADER_BYTES = 1 << 20, 64, 1 << 14
 _CHAT_DEFAULT_TOKENS = 1024
+_DRAIN_SECONDS, _MAX_DRAINED_PARTS = 2.0, 256
+"""How long, and for how many parts, the rest of a body is read before it is refused."""
 _GONE = 499
 """Status for a client that went away, which never sees it; nginx's number."""
 
@@ -211,6 +213,7 @@ class Server:
             ws="none",
             lifespan="off",
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_keep_alive=60,  # a client that reuses a connection as it closes loses a request
             timeout_graceful_shutdown=int(2 * self._timeout) + 1,
             log_config=None,
             log_level="error",
@@ -235,11 +238,24 @@ class Server:
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer one request: check token and headers, then route, all within a time limit."""
         self._queue.loop = asyncio.get_running_loop()
-        has_started = False
+        has_started = has_body = False
+
+        async def receive_tracked() -> Any:
+            nonlocal has_body
+            message = await receive()
+            has_body = not message.get("more_body", False)
+            return message
 
         async def send_counted(message: Any) -> None:
             nonlocal has_started
             if message["type"] == "http.response.start":
+                # A client that still sends its body would see a reset instead of the answer.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_DRAIN_SECONDS):
+                        for _ in range(_MAX_DRAINED_PARTS):
+                            if has_body:
+                                break
+                            await receive_tracked()
                 has_started = True
                 status = message["status"]
                 self._num_answers[status] = self._num_answers.get(status, 0) + 1
@@ -248,12 +264,12 @@ class Server:
         try:
             async with asyncio.timeout(2 * self._timeout):
                 self._check_headers(scope["headers"])
-                await self._routes(scope, receive, send_counted)
+                await self._routes(scope, receive_tracked, send_counted)
         except (ApiError, TimeoutError) as error:
             if not has_started:
                 late = ApiError(408, "the request took too long")
                 answer = _error(error if isinstance(error, ApiError) else late)
-                await answer(scope, receive, send_counted)
+                await answer(scope, receive_tracked, send_counted)
 
     def _check_headers(self, headers: list[tuple[bytes, bytes]]) -> None:
         num_bytes = sum(len(name) + len(value) for name, value in headers)

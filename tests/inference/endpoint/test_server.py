@@ -9,6 +9,7 @@ import math
 import shutil
 import socket
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -188,6 +189,17 @@ def test_bodies_and_headers_are_limited_whatever_the_client_declares(server):
         assert http.get("/health", headers={"x": "a" * 20_000}).status_code in (400, 431)
         unknown = {"prompt": "a", "k" * 500_000: 1}
         assert len(http.post("/v1/completions", json=unknown).content) <= 4096
+
+
+def test_a_client_that_sends_its_body_late_gets_the_answer_to_its_headers(server):
+    for path, token, status in (("completions", "wrong", 401), ("nowhere", TOKEN, 404)):
+        head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n"
+        with socket.create_connection((server.host, server.port)) as late:
+            late.sendall(f"{head}Content-Length: 4\r\n\r\n".encode())
+            time.sleep(0.1)
+            late.sendall(b"{}  ")
+            time.sleep(0.1)
+            assert late.recv(100).startswith(f"HTTP/1.1 {status}".encode())
 
 
 def test_a_full_queue_answers_429(server):
