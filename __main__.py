@@ -14,6 +14,7 @@ COMMANDS = {
     "tokenize": ("tokenize_data", "tokenize data once, for all runs that train on it"),
     "doctor": ("doctor", "does attention leak between documents? does generation match training?"),
     "generate": ("generate", "complete prompts with any HF checkpoint"),
+    "serve": ("serve", "an OpenAI-compatible HTTP server on a checkpoint"),
     "eval": ("evaluate", "lm-evaluation-harness tasks on a checkpoint"),
 }
 

@@ -29,6 +29,7 @@ from .options import (
     add_model_options,
     as_cli_message,
     count,
+    memory_size,
     number_above_0,
     parser,
     plot_path,
@@ -128,7 +129,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--logprobs", type=count, help="write log-probabilities, and this many alternatives")
     add("--deadline", type=number_above_0, help="seconds after which requests return unfinished")
     add_model_options(add)
-    add("--memory", type=_memory, help="memory of the engine: bytes, or a fraction of free memory")
+    add(
+        "--memory",
+        type=memory_size,
+        help="memory of the engine: bytes, or a fraction of free memory",
+    )
     add("--max-num-seqs", type=positive, help="maximum number of requests per step")
     add("--trace", type=writable_path, help="write the events of each request, for Perfetto")
     add("--plot", type=plot_path, help="plot running and waiting requests: .svg, .png or .pdf")
@@ -185,18 +190,6 @@ def _engine(args: argparse.Namespace, prompts: list[Any], uses_stop_strings: boo
     model = load_model(name, args.dtype, args.device)
     memory = {} if args.memory is None else {"memory": args.memory}
     return Engine(model, tokenizer, max_num_seqs=args.max_num_seqs, seed=args.seed, **memory)
-
-
-def _memory(text: str) -> int | float:
-    try:
-        memory = int(text) if text.isdecimal() else float(text)
-        if 0 < memory < float("inf"):
-            return memory
-        raise ValueError
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: pass bytes, or a fraction of the free memory such as 0.5"
-        ) from None
 
 
 def _is_token_ids(prompt: Any) -> bool:

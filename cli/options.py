@@ -258,3 +258,16 @@ def count_or_fraction(text: str) -> int | float:
     if not 0 < number < float("inf") or (number > 1 and number != int(number)):
         raise argparse.ArgumentTypeError(f"{text!r}: pass an integer >= 1, or a fraction below 1")
     return int(number) if number >= 1 else number
+
+
+def memory_size(text: str) -> int | float:
+    """Argument type: bytes, or a fraction of the free memory."""
+    try:
+        memory = int(text) if text.isdecimal() else float(text)
+        if 0 < memory < float("inf"):
+            return memory
+        raise ValueError
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: pass bytes, or a fraction of the free memory such as 0.5"
+        ) from None

@@ -8,9 +8,9 @@ import warm_python
 def test_modules_that_need_another_package_name_it():
     code = """
         import importlib, sys
-        for name in ("lm_eval", "lightning", "pytorch_lightning", "trl"):
+        for name in ("lm_eval", "lightning", "pytorch_lightning", "trl", "uvicorn"):
             sys.modules[name] = None  # as if it were not there
-        ours = ("inference.harness", "trainer.with_lightning")
+        ours = ("inference.harness", "inference.endpoint", "trainer.with_lightning")
         for module in ours:
             try:
                 importlib.import_module(f"nopad.{module}")
@@ -31,6 +31,7 @@ def test_modules_that_need_another_package_name_it():
     lacking = "lm-eval is not installed: pip install lm-eval"
     assert out.stdout.splitlines() == [
         lacking,
+        "starlette and uvicorn are not installed: pip install nopad[serve]",
         "lightning is not installed: pip install lightning",
         "trl is not installed: pip install trl",
         "['Engine', 'PackedTrainer']",

@@ -25,6 +25,7 @@ FACES = (
     "nopad",
     "nopad.collators",
     "nopad.inference",
+    "nopad.inference.endpoint",
     "nopad.inference.harness",
     "nopad.trainer",
     "nopad.trainer.evaluation",

@@ -1393,6 +1393,60 @@ FAULTS = {
         "Position.to_json = lambda self: {k: v for k, v in asdict(self).items() "
         "if k not in WINDOW}",
     ),
+    "any token opens the endpoint": (
+        "inference/endpoint/test_server.py::test_every_route_needs_the_token",
+        "nopad.inference.endpoint.server",
+        "hmac = type('hmac', (), {'compare_digest': staticmethod(lambda sent, expected: True)})",
+    ),
+    "a body of any size is read": (
+        "inference/endpoint/test_server.py::"
+        "test_bodies_and_headers_are_limited_whatever_the_client_declares",
+        "nopad.inference.endpoint.server", "MAX_BODY_BYTES = 1 << 40",
+    ),
+    "a client that goes away keeps its request": (
+        "inference/endpoint/test_server.py::test_a_client_that_goes_away_frees_its_request",
+        "nopad.inference.endpoint.request_queue",
+        "RequestQueue.abort_cancelled = lambda self: None",
+    ),
+    "a server that closes drops its requests": (
+        "inference/endpoint/test_server.py::test_closing_finishes_every_request",
+        "nopad.inference.endpoint.server", "Server.close = lambda self: self._queue.close()",
+    ),
+    "tokens of equal text share a log-probability": (
+        "inference/endpoint/test_server.py::"
+        "test_tokens_of_equal_text_keep_separate_log_probabilities",
+        "nopad.inference.endpoint.openai_api",
+        "Answer.top_logprobs = lambda self, entry: {\n"
+        "    self._name(token): logprob for token, logprob in\n"
+        "    {entry.token_id: entry.logprob, **entry.top_logprobs}.items()}",
+    ),
+    "the time of requests is not charged": (
+        "inference/endpoint/test_request_queue.py::"
+        "test_time_beyond_the_share_is_charged_to_later_windows",
+        "nopad.inference.endpoint.request_queue",
+        "TimeShare.wait = lambda self, running=0.0: 0.0",
+    ),
+    "a request may stop the training for any time": (
+        "inference/endpoint/test_request_queue.py::"
+        "test_a_request_that_would_stop_the_training_for_long_is_refused",
+        "nopad.inference.endpoint.request_queue",
+        "RequestQueue.expected_seconds = lambda self, request: 0.0",
+    ),
+    "live requests leave another attention": (
+        "trainer/evaluation/test_live_requests.py::"
+        "test_training_with_live_requests_is_bitwise_training_without[accelerate]",
+        "nopad.inference.live_model.borrow",
+        "from contextlib import nullcontext\n"
+        "nopad_attention = lambda modules: nullcontext(\n"
+        "    setattr(modules[0].config, '_attn_implementation_internal', 'eager'))",
+    ),
+    "an answer does not name its step": (
+        "trainer/evaluation/test_live_requests.py::"
+        "test_training_with_live_requests_is_bitwise_training_without[accelerate]",
+        "nopad.inference.endpoint.request_queue",
+        "run = RequestQueue.run\n"
+        "RequestQueue.run = lambda self, step=None, last=False: run(self, None, last)",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 

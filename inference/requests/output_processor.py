@@ -156,11 +156,13 @@ class RequestGroup:
         if not self._streaming:
             return StreamEvent(self.id, [], "", completion, sample_index) if completion else None
         state = self._text(request)
-        tokens = request.output_token_ids[state.num_tokens_sent :]
+        first = state.num_tokens_sent
+        tokens = request.output_token_ids[first:]
+        logprobs = _logprobs(request, first)
         state.num_tokens_sent += len(tokens)
         text = self._stable_text(request, state)[state.num_chars_sent :]
         state.num_chars_sent += len(text)
-        return StreamEvent(self.id, tokens, text, completion, sample_index)
+        return StreamEvent(self.id, tokens, text, completion, sample_index, logprobs)
 
     def _stable_text(self, request: Request, state: _TextState) -> str:
         """Return the text that will not change, without an end that may become a stop string."""
@@ -208,12 +210,13 @@ def _context(request: Request) -> list[int]:
     return request.prompt_token_ids[-CONTEXT_TOKENS:].tolist()
 
 
-def _logprobs(request: Request) -> list[TokenLogprob] | None:
+def _logprobs(request: Request, first: int = 0) -> list[TokenLogprob] | None:
+    """Return the entries of the new tokens from number `first` on."""
     if request.params.logprobs is None:
         return None
     return [
         TokenLogprob(token, logprob, dict(zip(top_tokens, top_logprobs, strict=True)))
-        for token, logprob, top_tokens, top_logprobs in request.logprobs
+        for token, logprob, top_tokens, top_logprobs in request.logprobs[first:]
     ]
 
 

@@ -53,6 +53,8 @@ class StreamEvent:
     """The whole completion, in the last event of a request."""
     sample_index: int = 0
     """Which of the prompt's `n` completions the tokens belong to."""
+    logprobs: list[TokenLogprob] | None = None
+    """One per token since the last event, if `SamplingParams.logprobs` asked for them."""
 
 
 @dataclass(frozen=True, slots=True)

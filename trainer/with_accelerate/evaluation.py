@@ -1,4 +1,4 @@
-"""Evaluation by generation in an Accelerate loop.
+"""Evaluation by generation, and requests of a live endpoint, in an Accelerate loop.
 
     engine = Engine(accelerator.unwrap_model(model), tokenizer)
     evaluations = AccelerateEval(accelerator, model, GenerationEval(engine.generate, ...))
@@ -24,6 +24,7 @@ from ..evaluation.generation_eval import (
     eval_states,
     load_eval_states,
 )
+from ..evaluation.live_requests import LiveServer, answer_requests, check_server
 from ..evaluation.report import Report
 from ..evaluation.report_writer import ReportWriter, table_logger
 from ..monitoring.throughput import ThroughputMeter
@@ -82,3 +83,38 @@ class AccelerateEval:
             trackers = self.accelerator.trackers
             self._writer.write(report, [table_logger(tracker, "writer") for tracker in trackers])
         return report
+
+
+class AccelerateServe:
+    """Answer the requests of a live endpoint between optimizer steps."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: Any,
+        server: LiveServer,
+        *,
+        meter: ThroughputMeter | None = None,
+    ):
+        """Take the server.
+
+        Args:
+            accelerator: the one that prepared the model.
+            model: the prepared model.
+            server: what `serve(engine, when=…)` returned, on this rank.
+            meter: the loop's throughput meter, paused while requests run.
+        """
+        self.accelerator, self.model, self.meter = accelerator, model, meter
+        self.server = check_server(server)
+
+    def after_step(self, step: int, last: bool = False) -> None:
+        """Run the requests that are due; call it on every rank after each optimizer step.
+
+        Args:
+            step: number of optimizer steps so far, from 1.
+            last: this was the last step: answer all that wait, and close the server.
+        """
+        with self.accelerator.autocast():
+            answer_requests(self.server, step, self.model, self.meter, last)
+        if last:
+            self.server.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .evaluation import EvalCallback
+from .evaluation import EvalCallback, ServeCallback
 from .trainer import PackedTrainer, PackedTrainerMixin, StopCallback
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ __all__ = [
     "PackedSFTTrainer",
     "PackedTrainer",
     "PackedTrainerMixin",
+    "ServeCallback",
     "StopCallback",
 ]
 if find_spec("trl") is None:

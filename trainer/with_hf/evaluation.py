@@ -1,4 +1,4 @@
-"""`EvalCallback` of the HF Trainer: evaluation by generation; and the loader of validation packs.
+"""`EvalCallback` and `ServeCallback` of the HF Trainer, and the loader of validation packs.
 
     engine = Engine(trainer.model, tokenizer)
     evaluation = GenerationEval(engine.generate, examples, {"exact": exact_match}, every=500)
@@ -29,6 +29,7 @@ from transformers import (
 
 from ..data.loader import Batch, EvaluationLoader
 from ..evaluation.generation_eval import GenerationEval, check_unique_names
+from ..evaluation.live_requests import LiveServer, answer_requests, check_server
 from ..evaluation.report import Report
 from ..evaluation.report_writer import ReportWriter
 
@@ -154,6 +155,42 @@ class EvalCallback(TrainerCallback):
             or (isinstance(callback, ProgressCallback) and callback.training_bar is not None)
             for callback in self.trainer.callback_handler.callbacks
         )
+
+
+class ServeCallback(TrainerCallback):
+    """Answer the requests of a live endpoint between optimizer steps; close it after the last.
+
+    With `load_best_model_at_end`, requests that still wait then are refused: the weights are those
+    of another step.
+    """
+
+    def __init__(self, trainer: Trainer, server: LiveServer):
+        """Take the server.
+
+        Args:
+            trainer: the trainer that this callback is added to.
+            server: what `serve(engine, when=…)` returned, on this rank.
+        """
+        self.trainer = trainer
+        self.server = check_server(server)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.server.when == "step":
+            self._answer(state.global_step)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.server.when == "evaluation":
+            self._answer(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not args.load_best_model_at_end:
+            self._answer(state.global_step, last=True)
+        self.server.close()
+
+    def _answer(self, step: int, last: bool = False) -> None:
+        meter = getattr(self.trainer, "meter", None)  # a stock Trainer has none
+        with self.trainer.accelerator.autocast():
+            answer_requests(self.server, step, self.trainer.model, meter, last)
 
 
 class _WandbTables:

@@ -1,4 +1,4 @@
-"""Evaluation by generation in Lightning.
+"""Evaluation by generation, and requests of a live endpoint, in Lightning.
 
     engine = Engine(module.model, tokenizer)
     evaluation = GenerationEval(engine.generate, examples, {"exact": exact_match}, every=500)
@@ -23,6 +23,7 @@ from ..evaluation.generation_eval import (
     eval_states,
     load_eval_states,
 )
+from ..evaluation.live_requests import LiveServer, answer_requests, check_server
 from ..evaluation.report import Report
 from ..evaluation.report_writer import ReportWriter, table_logger
 from ..monitoring.throughput import ThroughputMeter
@@ -100,6 +101,37 @@ class EvalCallback(AfterStep):
         if trainer.is_global_zero:
             loggers = [table_logger(logger, "experiment") for logger in trainer.loggers]
             self._writer.write(report, loggers)
+
+
+class ServeCallback(AfterStep):
+    """Answer the requests of a live endpoint between optimizer steps; close it after the last."""
+
+    def __init__(self, server: LiveServer):
+        """Take the `server` that `serve(engine, when=…)` returned, on this rank."""
+        self.server = check_server(server)
+
+    def after_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.server.when == "step":
+            self._answer(trainer, pl_module)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.server.when == "evaluation" and not trainer.sanity_checking:
+            self._answer(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._answer(trainer, pl_module, last=True)
+        self.server.close()
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self.server.close()
+
+    def _answer(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, last: bool = False
+    ) -> None:
+        with trainer.precision_plugin.forward_context():
+            answer_requests(self.server, trainer.global_step, pl_module, _meter(trainer), last)
 
 
 def _meter(trainer: Any) -> ThroughputMeter | None:

@@ -131,6 +131,8 @@ class Diary:
         self.notes: list[dict] = []
         self.reports: list[Any] = []
         self.look: Callable[[], dict] = dict
+        self.serve: Callable[[Any], Any] | None = None
+        """From the live model to a server whose requests are answered between steps."""
 
     def attach(self, live: Any, look: Callable[[], dict]) -> GenerationEval:
         """An evaluation of the live model whose every run is followed by a note."""
@@ -153,7 +155,7 @@ class Diary:
 
 
 def in_hf(diary: Diary, steps: int, folder: Path) -> dict:
-    from nopad.trainer.with_hf import EvalCallback, PackedTrainer
+    from nopad.trainer.with_hf import EvalCallback, PackedTrainer, ServeCallback
     from transformers import TrainingArguments
 
     live = model()
@@ -176,6 +178,8 @@ def in_hf(diary: Diary, steps: int, folder: Path) -> dict:
         return trace(live, run.optimizer.optimizer, run.lr_scheduler)
 
     run.add_callback(EvalCallback(run, diary.attach(live, look)))
+    if diary.serve:
+        run.add_callback(ServeCallback(run, diary.serve(live)))
     run.train()
     return look()
 
@@ -184,7 +188,11 @@ def in_accelerate(diary: Diary, steps: int, folder: Path) -> dict:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
     from nopad.trainer.loss import attach_loss
-    from nopad.trainer.with_accelerate import AccelerateEval, PackedAccelerateLoader
+    from nopad.trainer.with_accelerate import (
+        AccelerateEval,
+        AccelerateServe,
+        PackedAccelerateLoader,
+    )
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -200,6 +208,7 @@ def in_accelerate(diary: Diary, steps: int, folder: Path) -> dict:
         return {**trace(live, bare, scheduler), "data": loader.state()}
 
     evaluations = AccelerateEval(accelerator, wrapped, diary.attach(live, look))
+    requests = diary.serve and AccelerateServe(accelerator, wrapped, diary.serve(live))
     wrapped.train()
     done = 0
     for batch in loader:
@@ -211,13 +220,20 @@ def in_accelerate(diary: Diary, steps: int, folder: Path) -> dict:
             scheduler.step()
             done += 1
             evaluations.after_step(done)
+            if requests:
+                requests.after_step(done, last=done == steps)
         if done == steps:
             break
     return look()
 
 
 def in_lightning(diary: Diary, steps: int, folder: Path) -> dict:
-    from nopad.trainer.with_lightning import EvalCallback, PackedCallback, PackedDataModule
+    from nopad.trainer.with_lightning import (
+        EvalCallback,
+        PackedCallback,
+        PackedDataModule,
+        ServeCallback,
+    )
 
     class Module(pl.LightningModule):
         def __init__(self):
@@ -236,12 +252,13 @@ def in_lightning(diary: Diary, steps: int, folder: Path) -> dict:
         return {**trace(module.model, run.optimizers[0]), "data": data.loader.state()}
 
     data = PackedDataModule(tiny_run.dataset(epochs=None), num_workers=1)
+    serving = [ServeCallback(diary.serve(module.model))] if diary.serve else []
     run = pl.Trainer(
         accelerator="cpu",
         devices=1,
         max_steps=steps,
         accumulate_grad_batches=2,
-        callbacks=[PackedCallback(data), EvalCallback(diary.attach(module.model, look))],
+        callbacks=[PackedCallback(data), EvalCallback(diary.attach(module.model, look)), *serving],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
