@@ -23,6 +23,9 @@ from .layer_check import record_call
 from .mask_patch import ATTN_IMPLEMENTATION, refuse_mask
 from .sequence_limits import sequence_limit
 
+UNPACKED_FORWARD = "unpacked_forward"
+"""Name of a forward that splits the hidden states of packs into rows before the head sees them."""
+
 
 def register() -> None:
     """Register the name with Transformers; importing `nopad.attention` does it."""
@@ -182,7 +185,7 @@ def _check_head(varlen: Varlen, rows: int) -> None:
     if varlen.pages is not None or varlen.cu_seqlens.shape[0] <= rows + 1:
         return
     frame = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code.co_qualname != UNPACKED_FORWARD:
         if frame.f_code.co_qualname.endswith("ForSequenceClassification.forward"):
             raise ValueError(
                 "a sequence classifier gives one row of logits for all documents of a pack: pass "
