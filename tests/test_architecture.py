@@ -85,7 +85,7 @@ LAYERS = {
         {"live_model", "pretrained"},
     ],
     "recipes": [
-        {"pretrain", "pretrain_lightning", "train_hf", "sft"}, {"support"},
+        {"pretrain", "pretrain_lightning", "train_hf", "sft", "grpo", "dpo"}, {"support"},
     ],
 }  # fmt: skip
 

@@ -85,10 +85,11 @@ def test_live_training_equals_padded_training_on_the_same_rollouts(
 
 
 def test_twins_differ_and_every_step_has_its_own(tmp_path):
-    first, second = rollouts(build(LiveGRPOTrainer, tmp_path))
-    assert len({tuple(ids) for ids in first}) > 1 and first != second
-    assert [first, second] == rollouts(build(LiveGRPOTrainer, tmp_path))
-    assert [first, second] != rollouts(build(LiveGRPOTrainer, tmp_path, seed=7))
+    run = {"data": PROMPTS.select([0, 0]), "learning_rate": 0.0, "max_completion_length": 12}
+    first, second = rollouts(build(LiveGRPOTrainer, tmp_path, **run))
+    assert len({tuple(ids) for ids in first}) == 4 and first != second
+    assert [first, second] == rollouts(build(LiveGRPOTrainer, tmp_path, **run))
+    assert [first, second] != rollouts(build(LiveGRPOTrainer, tmp_path, seed=7, **run))
 
 
 def _replay(kind, made):
