@@ -23,6 +23,8 @@ RECIPES = {
     "sft": ("sft", "fine-tune a chat model on conversations"),
     "train-hf": ("train_hf", "pretrain with the HF Trainer"),
     "pretrain-lightning": ("pretrain_lightning", "pretrain with Lightning"),
+    "grpo": ("grpo", "reinforcement learning on sums, with rollouts from the live model"),
+    "dpo": ("dpo", "learn from pairs of a preferred and a rejected answer"),
 }
 
 

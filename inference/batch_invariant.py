@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ..attention import causal_mask
 from ..attention.backends import force_backend, without_prefix_sharing, without_trials
@@ -70,6 +70,11 @@ def batch_invariant(max_length: int) -> Iterator[None]:
         _FixedShapes(max_length),
     ):
         yield
+
+
+def is_batch_invariant() -> bool:
+    """Return whether this thread is inside `batch_invariant`."""
+    return any(isinstance(mode, _FixedShapes) for mode in _get_current_function_mode_stack())
 
 
 class _FixedShapes(TorchFunctionMode):

@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from ..runtime import unwrap_model
+from .batch_invariant import is_batch_invariant
 from .execution.gc_control import defer_full_gc
 from .execution.memory_budget import SPARE, Memory
 from .live_model.model_lock import exclusive, model_lock
@@ -302,6 +303,16 @@ class Engine:
         max_model_len = self._session.settings.max_model_len
         jobs, join = scoring.rolling_windows(self._tokenizer, texts, max_length, max_model_len)
         return join(self._score(jobs, None))
+
+    @property
+    def model(self) -> Any:
+        """The model that the engine generates with."""
+        return self._model
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a call now would run in `batch_invariant`."""
+        return is_batch_invariant()
 
     @property
     def max_num_seqs(self) -> int:

@@ -53,8 +53,8 @@ ONLY_IN = {
     ("attention", "flash_attn_interface"): "attention/backends/",
     ("attention", "kernels"): "attention/backends/",
     ("attention", "cudnn"): "attention/backends/",
-    ("trainer", "transformers"): "trainer/with_hf/",
-    ("trainer", "trl"): "trainer/with_hf/",
+    ("trainer", "transformers"): ("trainer/with_hf/", "trainer/with_trl/"),
+    ("trainer", "trl"): "trainer/with_trl/",
     ("trainer", "accelerate"): "trainer/with_accelerate/",
     ("trainer", "lightning"): "trainer/with_lightning/",
     ("trainer", "pytorch_lightning"): "trainer/with_lightning/",
@@ -78,17 +78,18 @@ LAYERS = {
         {"varlen", "score_params", "reference"},
     ],
     "trainer": [
-        {"with_hf", "with_lightning", "with_accelerate"}, {"evaluation"}, {"monitoring"},
-        {"data"}, {"loss", "fused"},
+        {"with_hf", "with_trl", "with_lightning", "with_accelerate"}, {"evaluation"},
+        {"monitoring"}, {"data"}, {"loss", "fused"},
         {"checkpoint_manifest", "folder_lock", "fsdp_unshard", "graceful_stop", "train_mode"},
     ],
     "inference": [
-        {"harness", "endpoint"}, {"data_parallel", "logprob_parity", "batch_invariant"}, {"engine"},
-        {"request_runner"}, {"session"}, {"executor"}, {"settings"}, {"fused"}, {"execution"},
-        {"scheduling"}, {"metrics"}, {"requests"}, {"live_model", "pretrained"},
+        {"harness", "endpoint"}, {"data_parallel", "logprob_parity"}, {"engine"},
+        {"request_runner"}, {"session"}, {"executor"}, {"settings", "batch_invariant"},
+        {"fused"}, {"execution"}, {"scheduling"}, {"metrics"}, {"requests"},
+        {"live_model", "pretrained"},
     ],
     "recipes": [
-        {"pretrain", "pretrain_lightning", "train_hf", "sft"}, {"support"},
+        {"pretrain", "pretrain_lightning", "train_hf", "sft", "grpo", "dpo"}, {"support"},
     ],
 }  # fmt: skip
 

@@ -32,6 +32,7 @@ FACES = (
     "nopad.trainer.with_accelerate",
     "nopad.trainer.with_hf",
     "nopad.trainer.with_lightning",
+    "nopad.trainer.with_trl",
 )
 
 

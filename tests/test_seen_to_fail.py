@@ -1447,6 +1447,49 @@ FAULTS = {
         "run = RequestQueue.run\n"
         "RequestQueue.run = lambda self, step=None, last=False: run(self, None, last)",
     ),
+    "processed log-probabilities are raw": (
+        "inference/execution/test_sampler.py::"
+        "test_processed_logprobs_are_those_of_the_distribution_sampled_from",
+        "nopad.inference.execution.model_runner",
+        "process_logits = lambda logits, *_: logits",
+    ),
+    "a pack has no boundaries": (
+        "trainer/with_trl/test_preference.py", "nopad.trainer.with_trl.packed_forward",
+        "right = unpacked_forward\n"
+        "def unpacked_forward(forward, budget, *a, **k):\n"
+        "    one = lambda **k: forward(\n"
+        "        input_ids=k['input_ids'], use_cache=False,\n"
+        "        cu_seq_lens_q=k['cu_seq_lens_q'][[0, -1]], max_length_q=k['input_ids'].shape[1])\n"
+        "    return right(one, budget, *a, **k)",
+    ),
+    "a sequence of a pack is moved": (
+        "trainer/with_trl/test_preference.py", "nopad.trainer.with_trl.packed_forward",
+        "right = unpacked_forward\n"
+        "def unpacked_forward(*a, **k):\n"
+        "    outputs = right(*a, **k)\n"
+        "    outputs.last_hidden_state = outputs.last_hidden_state.flip(0)\n"
+        "    return outputs",
+    ),
+    "every rollout has one seed": (
+        "trainer/with_trl/test_rollouts.py", "nopad.trainer.with_trl.rollouts",
+        "right = LiveRolloutMixin._sampling_params\n"
+        "LiveRolloutMixin._sampling_params = lambda self, *a: {**right(self, *a), 'seed': 0}",
+    ),
+    "the step is not in the seed": (
+        "trainer/with_trl/test_rollouts.py::"
+        "test_a_killed_run_continues_with_the_same_rollouts_and_weights",
+        "nopad.trainer.with_trl.rollouts",
+        "calls = iter(range(1 << 20))\n"
+        "LiveRolloutMixin._rollout_seed = lambda self: next(calls)",
+    ),
+    "rollouts report raw log-probabilities": (
+        "trainer/with_trl/test_rollouts.py::"
+        "test_in_batch_invariant_mode_the_rollouts_have_the_bits_of_the_training_forward",
+        "nopad.trainer.with_trl.rollouts",
+        "right = LiveRolloutMixin._sampling_params\n"
+        "LiveRolloutMixin._sampling_params = lambda self, *a: {\n"
+        "    **right(self, *a), 'logprobs_mode': 'raw'}",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 

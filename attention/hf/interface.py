@@ -24,6 +24,9 @@ from .mask_patch import ATTN_IMPLEMENTATION, refuse_mask
 from .model_types import refuse_states
 from .sequence_limits import sequence_limit
 
+UNPACKED_FORWARD = "unpacked_forward"
+"""Name of a forward that splits the hidden states of packs into rows before the head sees them."""
+
 
 def register() -> None:
     """Register the name with Transformers; importing `nopad.attention` does it."""
@@ -184,7 +187,7 @@ def _check_model(module: nn.Module, varlen: Varlen, rows: int, layer: int) -> No
         return
     refuse_states(getattr(module, "config", None))
     frame = sys._getframe(1) if layer == 0 else None
-    while frame is not None:
+    while frame is not None and frame.f_code.co_qualname != UNPACKED_FORWARD:
         if frame.f_code.co_qualname.endswith("ForSequenceClassification.forward"):
             raise ValueError(
                 "a sequence classifier gives one row of logits for all documents of a pack: pass "

@@ -22,7 +22,7 @@ from ..metrics.stats import Stats
 from ..scheduling.loop import OutOfMemory
 from ..scheduling.step import Filters, LogitEdits, Penalties, SamplingInputs, Step, StepOutput
 from .cuda_graphs import GraphReplays
-from .sampler import gather_logprobs, sample
+from .sampler import gather_logprobs, process_logits, sample
 from .transfer import HostDeviceCopy
 
 try:
@@ -100,9 +100,20 @@ class ModelRunner:
         outputs = [tokens]
         if step.num_logprobs >= 0:
             (targets,) = self._transfer.to_device([step.score_targets])
+            logits = self._reported_logits(step, logits)
             outputs += gather_logprobs(logits, torch.cat([tokens, targets]), step.num_logprobs)
         read = self._transfer.to_host(outputs)
         return lambda: StepOutput(*read())
+
+    def _reported_logits(self, step: Step, logits: Tensor) -> Tensor:
+        """Return the logits whose log-probabilities are reported."""
+        if step.sampling.processed_rows is None:
+            return logits
+        inputs, sampled = self._sampling_inputs(step), logits[: len(step.sampled_requests)]
+        rows = inputs.processed_rows
+        # Tokens that this step added to the history are beyond the lengths of the penalties.
+        processed = process_logits(sampled, inputs, self._token_history)
+        return logits.float().index_copy(0, rows, processed[rows].float())
 
     def _forward(self, step: Step) -> Tensor:
         """Return the logits [R, V] of the rows to sample or score."""
@@ -163,6 +174,7 @@ class ModelRunner:
             temperature,
             uniform,
             None if host.filters is None else Filters(*copy(host.filters)),
+            None if host.processed_rows is None else copy([host.processed_rows])[0],
         )
 
     def _seed_history(self, step: Step, indices: np.ndarray) -> None:

@@ -1,6 +1,7 @@
 """Sampling: from logits to tokens, for all rows of a step at once, on the device.
 
     logits ─▶ bias, bans ─▶ penalties ─▶ temperature ─▶ top-k, top-p, min-p ─▶ sample
+      └─▶ raw log-probabilities                                      └─▶ processed ones
 
 Rows are independent: the settings of one row never change the token of another. A token is sampled
 by inverting the cumulative distribution, in vocabulary order and float64, at a uniform number that
@@ -30,6 +31,25 @@ def sample(
 
     token_history: int64 [batch rows, L], prompt and output tokens, for penalties.
     """
+    logits = _edit_logits(logits, inputs, token_history)
+    token = _argmax(logits)
+    if inputs.temperature is not None and inputs.uniform is not None:
+        drawn = _sample_from_cdf(_scale_logits(logits, inputs), inputs.uniform)
+        token = torch.where(inputs.temperature > 0, drawn, token)
+    return token
+
+
+def process_logits(
+    logits: Tensor, inputs: SamplingInputs[Tensor], token_history: Tensor | None = None
+) -> Tensor:
+    """Return the logits [S, V] of the distributions that `sample` samples from."""
+    return _scale_logits(_edit_logits(logits, inputs, token_history), inputs)
+
+
+def _edit_logits(
+    logits: Tensor, inputs: SamplingInputs[Tensor], token_history: Tensor | None
+) -> Tensor:
+    """Apply biases, bans and penalties to a copy of the logits."""
     if inputs.edits is not None or inputs.penalties is not None:
         logits = logits.float().clone()
     if inputs.edits is not None:
@@ -38,10 +58,19 @@ def sample(
     if inputs.penalties is not None:
         assert token_history is not None
         _apply_penalties(logits, inputs.penalties, token_history[inputs.penalties.batch_rows])
-    token = _argmax(logits)
-    if inputs.temperature is not None and inputs.uniform is not None:
-        token = torch.where(inputs.temperature > 0, _sample_from_cdf(logits, inputs), token)
-    return token
+    return logits
+
+
+def _scale_logits(logits: Tensor, inputs: SamplingInputs[Tensor]) -> Tensor:
+    """Divide by the temperature and apply top-k, top-p and min-p; greedy rows keep their logits."""
+    if inputs.temperature is None:
+        return logits
+    temperature = torch.where(inputs.temperature > 0, inputs.temperature, 1.0)
+    scaled = logits.float() / temperature[:, None]
+    if inputs.filters is not None:
+        f = inputs.filters
+        scaled = scaled.index_copy(0, f.rows, _filter_logits(scaled[f.rows], f))
+    return scaled
 
 
 def _argmax(logits: Tensor) -> Tensor:
@@ -52,17 +81,11 @@ def _argmax(logits: Tensor) -> Tensor:
     return torch.where(best.isnan(), -1, token)
 
 
-def _sample_from_cdf(logits: Tensor, inputs: SamplingInputs[Tensor]) -> Tensor:
-    assert inputs.temperature is not None and inputs.uniform is not None
-    temperature = torch.where(inputs.temperature > 0, inputs.temperature, 1.0)
-    scaled = logits.float() / temperature[:, None]
-    if inputs.filters is not None:
-        f = inputs.filters
-        scaled = scaled.index_copy(0, f.rows, _filter_logits(scaled[f.rows], f))
+def _sample_from_cdf(scaled: Tensor, uniform: Tensor) -> Tensor:
     cdf = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     total = cdf[:, -1:]
-    below = cdf <= inputs.uniform[:, None] * total
-    token = below.sum(dim=-1).clamp_(max=logits.shape[-1] - 1)
+    below = cdf <= uniform[:, None] * total
+    token = below.sum(dim=-1).clamp_(max=scaled.shape[-1] - 1)
     # Infinite logits, and rows in which every token is banned, have no distribution.
     return torch.where(total[:, 0].isnan(), -1, token)
 
@@ -101,7 +124,7 @@ def _apply_penalties(logits: Tensor, p: Penalties[Tensor], history: Tensor) -> N
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of the model itself, before temperature, filters and penalties."""
+    """Log-probabilities of one token per row, and of the most likely ones."""
 
     logprob: Tensor
     is_greedy: Tensor

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,10 @@ class SamplingParams:
             every call.
         n: number of completions of this prompt.
         logprobs: report the log-probability of each new token, and of this many most likely ones.
-        prompt_logprobs: the same for the prompt's tokens.
+        prompt_logprobs: the same for the prompt's tokens, always with `logprobs_mode="raw"`.
+        logprobs_mode: "raw" reports the log-probabilities of the model, "processed" those of the
+            distribution that is sampled from, after bias, penalties, temperature, top-k, top-p and
+            min-p. Greedy requests count as temperature 1 without filters.
         presence_penalty: subtracted from the logit of every token generated so far.
         frequency_penalty: the same, once for every time it was generated.
         repetition_penalty: divides (multiplies, if negative) the logit of every token of prompt
@@ -57,6 +60,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprobs_mode: Literal["raw", "processed"] = "raw"
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -81,6 +85,12 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (value := values[name]) is not None and value < 0:
                 raise ValueError(f"{name} is {value}; it must be 0 or more, or None for none")
+        if self.logprobs_mode not in ("raw", "processed"):
+            raise ValueError(
+                f"logprobs_mode is {self.logprobs_mode!r}; it must be 'raw' or 'processed'"
+            )
+        if self.logprobs_mode == "processed" and self.logprobs is None:
+            raise ValueError("logprobs_mode is 'processed', but logprobs is None; set logprobs=0")
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False")
         if self.min_tokens > self.max_tokens:

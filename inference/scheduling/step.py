@@ -50,6 +50,8 @@ class BatchParams:
         self.has_penalties = np.zeros(num_rows, dtype=bool)
         self.num_logprobs = np.full(num_rows, -1, dtype=np.int64)
         """Alternatives reported beside each token's log-probability; -1: report nothing."""
+        self.reports_processed = np.zeros(num_rows, dtype=bool)
+        """Whether log-probabilities are those of the distribution that is sampled from."""
         self.prompt_len = np.zeros(num_rows, dtype=np.int64)
         self.has_logit_edits = np.zeros(num_rows, dtype=bool)
         """Whether single logits are changed: a bias, or stop tokens before `min_tokens`."""
@@ -67,6 +69,7 @@ class BatchParams:
         self.frequency_penalty[row] = p.frequency_penalty
         self.has_penalties[row] = p.has_penalties
         self.num_logprobs[row] = -1 if p.logprobs is None else min(p.logprobs, _UNLIMITED)
+        self.reports_processed[row] = p.logprobs_mode == "processed"
         self.prompt_len[row] = request.prompt_len
         may_ban_stops = p.min_tokens > 0 and bool(request.stop_token_ids)
         self.has_logit_edits[row] = bool(p.logit_bias) or may_ban_stops
@@ -112,6 +115,8 @@ class SamplingInputs(NamedTuple, Generic[Array]):
     uniform: Array | None = None
     """float64 [S]: random numbers in [0, 1)."""
     filters: Filters[Array] | None = None
+    processed_rows: Array | None = None
+    """Rows whose log-probabilities are those of the distribution that is sampled from."""
 
     @property
     def argmax_only(self) -> bool:
@@ -272,12 +277,14 @@ def _sampling_inputs(
         at = rows[indices]
         weights = p.repetition_penalty[at], p.presence_penalty[at], p.frequency_penalty[at]
         penalties = Penalties(indices, at, p.prompt_len[at], positions[indices], *weights)
+    processed = p.reports_processed[rows].nonzero()[0]
     return SamplingInputs(
         edits=_logit_edits(sampled, p.has_logit_edits[rows].nonzero()[0]),
         penalties=penalties,
         temperature=temperature if is_random else None,
         uniform=uniform(p.seed[rows], positions) if is_random else None,
         filters=filters,
+        processed_rows=processed if len(processed) else None,
     )
 
 

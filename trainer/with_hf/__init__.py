@@ -12,7 +12,7 @@ from .evaluation import EvalCallback, ServeCallback
 from .trainer import PackedTrainer, PackedTrainerMixin, StopCallback
 
 if TYPE_CHECKING:
-    from .sft_trainer import PackedSFTTrainer
+    from ..with_trl import PackedSFTTrainer
 
 __all__ = [
     "EvalCallback",
@@ -28,7 +28,7 @@ if find_spec("trl") is None:
 
 def __getattr__(name: str) -> Any:
     if name == "PackedSFTTrainer":
-        from .sft_trainer import PackedSFTTrainer
+        from ..with_trl import PackedSFTTrainer
 
         return PackedSFTTrainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

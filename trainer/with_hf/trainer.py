@@ -1,7 +1,7 @@
 """Packs in the HF Trainer and trainers derived from it, such as TRL's SFTTrainer.
 
     class PackedTrainer(PackedTrainerMixin, Trainer): pass          # defined here
-    class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer): pass    # in sft_trainer.py
+    class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer): pass    # in with_trl/
 
     PackedTrainer(model, args, train_dataset=PackedDataset(...)).train(resume_from_checkpoint=True)
 
@@ -77,6 +77,14 @@ from .evaluation import EvalCallback, TrainerEvaluationLoader, metrics_kept, trl
 
 SHOWN = ("pack/fill", "pack/tokens_per_second", "pack/mfu")
 """The rates of packs that the terminal shows."""
+TRL_TRAINERS = {
+    "DPOTrainer": "nopad.trainer.with_trl.PackedDPOTrainer",
+    "GRPOTrainer": "nopad.trainer.with_trl.LiveGRPOTrainer",
+    "KTOTrainer": "nopad.trainer.with_trl.PackedKTOTrainer",
+    "RLOOTrainer": "nopad.trainer.with_trl.LiveRLOOTrainer",
+    "RewardTrainer": "nopad.trainer.with_trl.PackedRewardTrainer",
+}
+"""Trainers of TRL that pack their own batches, in place of `PackedTrainerMixin`."""
 _Base = Trainer if TYPE_CHECKING else object
 
 
@@ -655,9 +663,9 @@ def check_compute_loss(trainer: type) -> None:
         elif "compute_loss" not in vars(base) or base in (PackedTrainerMixin, Trainer):
             continue
         elif is_trl:
+            advice = TRL_TRAINERS.get(base.__name__, "the class without PackedTrainerMixin")
             raise ValueError(
-                f"{base.__name__} computes its loss from its own batches, not from packs: use "
-                "it without PackedTrainerMixin"
+                f"{base.__name__} computes its loss from its own batches: use {advice}"
             )
         elif base in below:
             raise ValueError(

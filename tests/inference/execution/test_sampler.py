@@ -32,8 +32,8 @@ def expected_distribution(logits, temperature, k, p, m) -> np.ndarray:
     """The distribution by definition: top-k, then top-p and min-p of the rest."""
     z = logits.double().numpy() / temperature
     order = np.argsort(-z, kind="stable")
-    keep = np.zeros(V, bool)
-    kept = order[: k or V]
+    keep = np.zeros(len(z), bool)
+    kept = order[: k or len(z)]
     q = np.exp(z[kept] - z.max())
     q /= q.sum()
     before = np.cumsum(q) - q
@@ -271,3 +271,44 @@ def test_a_temperature_too_small_to_divide_by_is_greedy(tiny):
         SamplingParams(temperature=t, max_tokens=6, ignore_eos=True) for t in (0, 1e-42)
     )
     assert engine.generate([[3, 4, 5]], faint) == engine.generate([[3, 4, 5]], greedy)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{"temperature": 0.6}, {"top_k": 5, "temperature": 1.3}, {"top_p": 0.7}, {"min_p": 0.1},
+     {"logit_bias": {7: 2.0}}, {"repetition_penalty": 1.5, "presence_penalty": 0.5},
+     {"temperature": 0, "frequency_penalty": 0.5}],
+)  # fmt: skip
+def test_processed_logprobs_are_those_of_the_distribution_sampled_from(tiny, knobs):
+    prompt, neighbour = [3, 4, 5], SamplingParams(max_tokens=5, seed=3, logprobs=0)
+    params = SamplingParams(
+        max_tokens=5, seed=1, logprobs=0, logprobs_mode="processed", ignore_eos=True, **knobs
+    )
+    model = tiny("llama")
+    done, beside = Engine(model).generate([prompt, [8, 9]], [params, neighbour])
+    got = [entry.logprob for entry in done.logprobs]
+    ids = prompt + done.token_ids
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
+    for place, row in enumerate(logits):
+        seen, made = ids[: len(prompt) + place], done.token_ids[:place]
+        want = np.log(_distribution(row.clone(), seen, made, **knobs)[ids[len(seen)]])
+        assert abs(got[place] - want) < 1e-4
+    alone = Engine(model).generate([[8, 9]], neighbour)[0]
+    assert [entry.logprob for entry in beside.logprobs] == pytest.approx(
+        [entry.logprob for entry in alone.logprobs], abs=1e-5
+    )
+
+
+def _distribution(row, seen, made, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, logit_bias=(),
+                  repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0):  # fmt: skip
+    """The distribution that one token is sampled from, by definition."""
+    for token in logit_bias:
+        row[token] += logit_bias[token]
+    for token in set(seen):
+        row[token] = (
+            row[token] / repetition_penalty if row[token] > 0 else row[token] * repetition_penalty
+        )
+    for token in set(made):
+        row[token] -= presence_penalty + frequency_penalty * made.count(token)
+    return expected_distribution(row, temperature or 1.0, top_k, top_p, min_p)

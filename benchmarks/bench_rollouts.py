@@ -1,0 +1,209 @@
+"""Seconds of a GRPO step by part, beside TRL with its own ways to generate.
+
+    python benchmarks/bench_rollouts.py --shape 1b --record benchmarks/results/rollouts.json
+    python benchmarks/bench_rollouts.py --shape tiny --prompts 2 --generations 2    # on a CPU
+
+Prompts have the lengths of GSM8K with 8 examples; random weights sample until a stop id or the
+longest completion, so lengths are unknown. Each way trains a few steps in the same process: ours,
+TRL with `generate`, with continuous batching, and with vLLM in the same process; one that fails is
+reported with its error. Parts of a step are generation, scoring (log-probabilities of the old
+policy and rewards), and the loss with its backward. Prints a table, and one JSON line last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from nopad.inference import Engine, compare_logprobs
+from nopad.trainer.with_trl import LiveGRPOTrainer
+from record import header, timed, write_record
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+SHAPES = {
+    "tiny": (128, 32, 64, 2, 4, 2), "1b": (128256, 2048, 8192, 16, 32, 8),
+    "4b": (151936, 2560, 9728, 36, 32, 8),
+}  # fmt: skip
+"""Vocabulary, hidden size, MLP, layers, heads, key-value heads."""
+STOP_IDS_PER = 256
+"""One token in this many ends a completion, so that random sampling ends at any length."""
+WAYS = {
+    "nopad": {},
+    "TRL generate": {},
+    "TRL continuous batching": {"use_transformers_continuous_batching": True},
+    "TRL vLLM": {"use_vllm": True, "vllm_mode": "colocate"},
+}
+PARTS = {
+    "generation": "_generate_single_turn",
+    "scoring": "_generate_and_score_completions",
+    "step": "training_step",
+}
+
+
+def main() -> None:
+    args = parse_args()
+    results = [measure(way, args) for way in args.ways]
+    record = {**header("rollouts"), "settings": {**vars(args), "record": None}, "results": results}
+    write_record(record, args.record)
+    print(json.dumps(record, default=str))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--generations", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=1100)
+    parser.add_argument("--max-tokens", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
+    parser.add_argument("--record", type=Path)
+    return parser.parse_args()
+
+
+def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Train a few steps in one way; return the medians of its parts, or its error."""
+    try:
+        result = {"way": way, **train(way, args)}
+    except Exception as error:
+        result = {"way": way, "error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+    gc.collect()
+    torch.cuda.empty_cache()
+    print("  ".join(f"{name} {value}" for name, value in result.items()), flush=True)
+    return result
+
+
+def train(way: str, args: argparse.Namespace) -> dict[str, Any]:
+    model, tokenizer, on_gpu = make_model(args), make_tokenizer(args), torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            folder,
+            max_steps=args.steps,
+            per_device_train_batch_size=args.generations,
+            gradient_accumulation_steps=args.prompts,
+            num_generations=args.generations,
+            max_completion_length=args.max_tokens,
+            bf16=on_gpu,
+            use_cpu=not on_gpu,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **WAYS[way],
+        )
+        kind: Any = LiveGRPOTrainer if way == "nopad" else GRPOTrainer
+        more: dict[str, Any] = {"engine": Engine} if way == "nopad" else {}
+        data = prompts(args)
+        more |= {"train_dataset": data, "processing_class": tokenizer}
+        trainer = kind(model, distinct_tokens, args=config, **more)
+        seconds = time_parts(trainer)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        trainer.train()
+    return {**summary(trainer, seconds, args), **difference(way, trainer, args)}
+
+
+def time_parts(trainer: Any) -> dict[str, list[float]]:
+    """Measure calls of the parts, nested ones too, by optimizer step."""
+    seconds: dict[str, list[float]] = {part: [] for part in PARTS}
+
+    class NewStep(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            for parts in seconds.values():
+                parts.append(0.0)
+
+    def measured(part: str, call: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            spent, result = timed(lambda: call(*args, **kwargs))
+            seconds[part][-1] += spent
+            return result
+
+        return run
+
+    trainer.add_callback(NewStep())
+    for part, name in PARTS.items():
+        setattr(trainer, name, measured(part, getattr(trainer, name)))
+    return seconds
+
+
+def summary(trainer: Any, seconds: dict[str, list[float]], args: argparse.Namespace) -> dict:
+    """Return the parts of the fastest step after the first, which compiles and captures."""
+    later = range(min(1, args.steps - 1), args.steps)
+    best = min(later, key=lambda step: seconds["step"][step])
+    step, scoring, generation = (seconds[part][best] for part in ("step", "scoring", "generation"))
+    lines = [line for line in trainer.state.log_history if "completions/mean_length" in line]
+    parts = {
+        "step_s": step,
+        "generation_s": generation,
+        "scoring_s": scoring - generation,
+        "loss_and_backward_s": step - scoring,
+        "steps_per_hour": 3600 / step,
+        "mean_length": lines[-1]["completions/mean_length"] if lines else float("nan"),
+    }
+    if torch.cuda.is_available():
+        parts["peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
+    return {name: float(f"{value:.4g}") for name, value in parts.items()}
+
+
+def difference(way: str, trainer: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Return how far log-probabilities of the engine are from the training forward's."""
+    dtypes = {str(weight.dtype) for weight in trainer.model.parameters()}
+    result: dict[str, Any] = {"weights": ", ".join(sorted(dtypes))}
+    if way == "nopad":
+        rows = trainer.processing_class(prompts(args)["prompt"][:2])["input_ids"]
+        parity = compare_logprobs(trainer.model, trainer.engine, rows, 16)
+        result["logprob_difference"] = float(f"{parity.mean:.3g}")
+    return result
+
+
+def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    vocab, hidden, inner, layers, heads, kv_heads = SHAPES[args.shape]
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=8192,
+        bos_token_id=None,
+        pad_token_id=0,
+        eos_token_id=list(range(max(1, vocab // STOP_IDS_PER))),
+    )
+    return LlamaForCausalLM(config)
+
+
+def make_tokenizer(args: argparse.Namespace) -> PreTrainedTokenizerFast:
+    words = {f"w{n}": n for n in range(SHAPES[args.shape][0])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    inner.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="w0", pad_token="w0")
+
+
+def prompts(args: argparse.Namespace) -> Dataset:
+    """Return prompts of about `prompt_tokens`, as the examples and questions of GSM8K vary."""
+    rng, vocab = random.Random(0), SHAPES[args.shape][0]
+    rows = []
+    for _ in range(args.prompts * args.steps):
+        length = max(2, int(args.prompt_tokens * rng.uniform(0.9, 1.2)))
+        rows.append({"prompt": " ".join(f"w{rng.randrange(1, vocab)}" for _ in range(length))})
+    return Dataset.from_list(rows)
+
+
+def distinct_tokens(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(text.split()))) for text in completions]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""GRPO and RLOO with rollouts from the model in training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from char_words import char_tokenizer
+from datasets import Dataset
+from nopad.inference import Engine, batch_invariant
+
+trl = pytest.importorskip("trl")
+
+from nopad.trainer.with_trl import LiveGRPOTrainer, LiveRLOOTrainer, LiveRolloutMixin  # noqa: E402
+from nopad.trainer.with_trl import rollouts as rollouts_module  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+SMALL = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 0,
+         "bos_token_id": None, "max_position_embeddings": 64}  # fmt: skip
+PROMPTS = Dataset.from_list([{"prompt": text} for text in ("abc", "defgh", "g", "hhha")])
+
+
+def causal_lm(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(5)  # far from uniform, so that lengths and rewards differ
+    return model
+
+
+def letters(completions, **_):
+    return [float(text.count("a")) for text in completions]
+
+
+def build(kind, folder, model=None, rewards=letters, data=PROMPTS, more=None, **settings):
+    config = trl.RLOOConfig if issubclass(kind, trl.RLOOTrainer) else trl.GRPOConfig
+    usual = {"max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 4,
+             "max_completion_length": 6, "learning_rate": 0.1, "optim": "sgd",
+             "save_strategy": "no"}  # fmt: skip
+    args = config(
+        str(folder), use_cpu=True, bf16=False, report_to=[], logging_steps=1, disable_tqdm=True,
+        **{**usual, **settings},
+    )  # fmt: skip
+    engine = {"engine": Engine} if issubclass(kind, LiveRolloutMixin) else {}
+    more = engine | (more or {})
+    model, tokenizer = model or causal_lm(), char_tokenizer()
+    return kind(model, rewards, args=args, train_dataset=data, processing_class=tokenizer, **more)
+
+
+def rollouts(trainer, checkpoint=None) -> list[list[list[int]]]:
+    """The completions of each call of the engine, as training goes on."""
+    calls, complete = [], trainer._complete
+
+    def recorded(*args, **kwargs):
+        completions = complete(*args, **kwargs)
+        calls.append([list(c.token_ids) for c in completions])
+        return completions
+
+    trainer._complete = recorded
+    trainer.train(None if checkpoint is None else str(checkpoint))
+    return calls
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("kind", [LiveGRPOTrainer, LiveRLOOTrainer])
+def test_live_training_equals_padded_training_on_the_same_rollouts(
+    kind, adapter, tmp_path, monkeypatch
+):
+    causal_lm().save_pretrained(tmp_path / "model")
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    more = {"peft_config": lora if adapter else None}
+    run = {"more": more, "beta": 0.1, "num_iterations": 2}
+    live = build(kind, tmp_path, str(tmp_path / "model"), **run)
+    made = rollouts(live)
+    stock = trl.GRPOTrainer if kind is LiveGRPOTrainer else trl.RLOOTrainer
+    monkeypatch.setattr(stock, "_generate_single_turn", _replay(kind, made))
+    padded = build(stock, tmp_path, str(tmp_path / "model"), **run)
+    padded.train()
+    for line, expected in zip(live.state.log_history, padded.state.log_history, strict=True):
+        clock = {n: v for n, v in expected.items() if "time" in n or "per_second" in n}
+        assert {**line, **clock} == pytest.approx(expected, abs=1e-5, rel=1e-4)
+    for weight, expected in zip(live.model.parameters(), padded.model.parameters(), strict=True):
+        torch.testing.assert_close(weight, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_twins_differ_and_every_step_has_its_own(tmp_path):
+    run = {"data": PROMPTS.select([0, 0]), "learning_rate": 0.0, "max_completion_length": 12}
+    first, second = rollouts(build(LiveGRPOTrainer, tmp_path, **run))
+    assert len({tuple(ids) for ids in first}) == 4 and first != second
+    assert [first, second] == rollouts(build(LiveGRPOTrainer, tmp_path, **run))
+    assert [first, second] != rollouts(build(LiveGRPOTrainer, tmp_path, seed=7, **run))
+
+
+def _replay(kind, made):
+    made = iter(made)
+
+    def generate(self, *args, **kwargs):
+        ids = next(made)
+        return (ids, None) if kind is LiveGRPOTrainer else ids
+
+    return generate
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_killed_run_continues_with_the_same_rollouts_and_weights(step, tmp_path):
+    run = {"max_steps": 8, "save_steps": step, "save_strategy": "steps", "optim": "adamw_torch"}
+    whole = build(LiveGRPOTrainer, tmp_path / "whole", **run)  # four prompts: 4 steps an epoch
+    made = rollouts(whole)
+    again = build(LiveGRPOTrainer, tmp_path / "again", **run)
+    continued = rollouts(again, tmp_path / "whole" / f"checkpoint-{step}")
+    assert continued == made[step:]
+    for weight, expected in zip(again.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(weight, expected)
+
+
+def test_a_checkpoint_inside_a_batch_of_rollouts_is_refused(tmp_path):
+    run = {"max_steps": 2, "save_steps": 1, "save_strategy": "steps", "num_iterations": 2}
+    build(LiveGRPOTrainer, tmp_path, **run).train()
+    with pytest.raises(ValueError, match=r"^checkpoint-1 was saved .* a multiple of 2 steps"):
+        build(LiveGRPOTrainer, tmp_path, **run).train(str(tmp_path / "checkpoint-1"))
+
+
+@pytest.mark.parametrize("kind", [LiveGRPOTrainer, LiveRLOOTrainer])
+def test_in_batch_invariant_mode_the_rollouts_have_the_bits_of_the_training_forward(
+    kind, tmp_path, monkeypatch
+):
+    logps, calls = kind._get_per_token_logps_and_entropies, []
+
+    def recorded(self, *args, **kwargs):
+        result = logps(self, *args, **kwargs)
+        calls.append((torch.is_grad_enabled(), result[0].detach()))
+        return result
+
+    monkeypatch.setattr(kind, "_get_per_token_logps_and_entropies", recorded)
+    monkeypatch.setattr(rollouts_module, "_logps_from_logits", counted := _counted())
+    with batch_invariant(max_length=64):
+        run = {"num_iterations": 2, "temperature": 0.7, "beta": 0.0}  # two updates per rollout
+        build(kind, tmp_path, data=PROMPTS.select([1]), gradient_checkpointing=False, **run).train()
+    (is_old, old), (has_grad, first), (_, second) = calls
+    assert not is_old and has_grad and counted.calls == 2  # none for the old policy
+    order = [old.tolist().index(row) for row in first.tolist()]  # TRL shuffles the rollouts
+    assert torch.equal(old[order], first) and not torch.equal(first, second)
+
+
+def broken(completions, **_):
+    return [completions[0]["answer"]]
+
+
+def test_wrong_use_is_told_in_one_line(tmp_path):
+    def told(error, line, train=False, **settings):
+        with pytest.raises(error, match=line) as info:
+            trainer = build(LiveGRPOTrainer, tmp_path, **settings)
+            trainer.train() if train else None
+        assert "\n" not in str(info.value)
+
+    told(ValueError, "^use_vllm=True has no effect: the engine generates", use_vllm=True)
+    told(ValueError, "^pad_to_multiple_of=8 has no effect: .* omit it", pad_to_multiple_of=8)
+    told(ValueError, "^rollout_func= would replace", more={"rollout_func": print})
+    other = {"engine": Engine(causal_lm(), char_tokenizer())}
+    told(ValueError, "^engine= generates with another model", more=other)
+    told(ValueError, "requires at least 2 generations", num_generations=1)
+    told(RuntimeError, "^reward function broken raised TypeError: .*", True, rewards=broken)
+    long = Dataset.from_list([{"prompt": "a" * 80}])
+    told(ValueError, "^no rollout of prompt 0: the prompt has 80 tokens", True, data=long)
+    sampling = {"generation_kwargs": {"num_beams": 2}}
+    told(ValueError, "^sampling parameters: .* 'num_beams'", True, **sampling)
+
+
+def _counted():
+    real = rollouts_module._logps_from_logits
+
+    def count(*args):
+        count.calls += 1
+        return real(*args)
+
+    count.calls = 0
+    return count

@@ -1,0 +1,19 @@
+"""TRL's preference trainers on packs: pairs and rewards without padding, called as TRL's are."""
+
+from __future__ import annotations
+
+from trl import DPOTrainer, KTOTrainer, RewardTrainer
+
+from .packed_model import PackedModelMixin
+
+
+class PackedDPOTrainer(PackedModelMixin, DPOTrainer):
+    """TRL's DPOTrainer without padding; the arguments are those of `PackedModelMixin`."""
+
+
+class PackedKTOTrainer(PackedModelMixin, KTOTrainer):
+    """TRL's KTOTrainer without padding; the arguments are those of `PackedModelMixin`."""
+
+
+class PackedRewardTrainer(PackedModelMixin, RewardTrainer):
+    """TRL's RewardTrainer without padding; the arguments are those of `PackedModelMixin`."""
