@@ -22,7 +22,8 @@ from ..metrics.stats import Stats
 from ..scheduling.loop import OutOfMemory
 from ..scheduling.step import Filters, LogitEdits, Penalties, SamplingInputs, Step, StepOutput
 from .cuda_graphs import GraphReplays
-from .sampler import gather_logprobs, process_logits, sample
+from .logits_processing import process_logits
+from .sampler import gather_logprobs, sample
 from .transfer import HostDeviceCopy
 
 try:
