@@ -27,7 +27,8 @@ from nopad.trainer.with_trl import LiveGRPOTrainer
 from record import header, timed, write_record
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 SHAPES = {
     "tiny": (128, 32, 64, 2, 4, 2), "1b": (128256, 2048, 8192, 16, 32, 8),
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--generations", type=int, default=16)

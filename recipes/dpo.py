@@ -67,7 +67,7 @@ def train(args: argparse.Namespace, run: RunDir) -> None:
     import torch  # imported late: --help is quick
     from nopad.trainer.with_trl import PackedDPOTrainer
     from transformers import set_seed
-    from trl import DPOConfig
+    from trl.trainer.dpo_config import DPOConfig
 
     settings = DPOConfig(
         str(args.output),
@@ -110,7 +110,7 @@ def load_pairs(path: str, seed: int) -> Any:
     from datasets import Dataset
 
     name = str(path)
-    rows = Dataset.from_parquet(name) if name.endswith(".parquet") else Dataset.from_json(name)
+    rows: Any = Dataset.from_parquet(name) if name.endswith(".parquet") else Dataset.from_json(name)
     columns = set(rows.column_names)
     if columns >= PAIR:
         return rows.select_columns(sorted(PAIR))

@@ -49,13 +49,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
                        "that is often wrong", required=False)  # fmt: skip
     add("--digits", type=positive, default=1, help="digits of the numbers that are added")
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=positive, default=100, help="optimizer steps")
+    add("--steps", type=positive, default=150, help="optimizer steps")
     add("--prompts", type=positive, default=16, help="prompts per step")
-    add("--generations", type=positive, default=8, help="completions per prompt")
+    add("--generations", type=positive, default=16, help="completions per prompt")
     add("--max-tokens", type=positive, default=4, help="longest completion")
     add("--temperature", type=number_above_0, default=1.0, help="of the rollouts")
     add("--beta", type=number_from_0, default=0.0, help="weight of the KL to the first model")
-    add("--learning-rate", type=number_above_0, default=1e-3, help="highest learning rate")
+    add("--learning-rate", type=number_above_0, default=2e-4, help="highest learning rate")
     add = parser.add_argument_group("run").add_argument
     add("--seed", type=count, default=0, help="of the sums, the first weights and the rollouts")
     arguments.add_run_options(add, "grpo", save_every=100)
@@ -71,7 +71,7 @@ def train(args: argparse.Namespace, run: RunDir) -> None:
     from nopad import Engine
     from nopad.trainer.with_trl import LiveGRPOTrainer
     from transformers import set_seed
-    from trl import GRPOConfig
+    from trl.trainer.grpo_config import GRPOConfig
 
     set_seed(args.seed)
     model, tokenizer = load(args)

@@ -112,6 +112,7 @@ class ModelRunner:
             return logits
         inputs, sampled = self._sampling_inputs(step), logits[: len(step.sampled_requests)]
         rows = inputs.processed_rows
+        assert rows is not None
         # Tokens that this step added to the history are beyond the lengths of the penalties.
         processed = process_logits(sampled, inputs, self._token_history)
         return logits.float().index_copy(0, rows, processed[rows].float())

@@ -32,7 +32,7 @@ _MODULES = {
     "sft_trainer": ("PackedSFTTrainer",),
 }
 if find_spec("trl") is None:
-    __all__ = []
+    __all__ = [name for name in __all__ if name not in sum(_MODULES.values(), ())]
 
 
 def __getattr__(name: str) -> Any:

@@ -41,6 +41,7 @@ class PackedModelMixin(_Base):
         args, kwargs: those of TRL's trainer. Options that packs would ignore are refused.
     """
 
+    model: Any
     ref_model: Any = None
 
     def __init__(self, *args: Any, budget: int | None = None, **kwargs: Any):
@@ -64,7 +65,8 @@ class PackedModelMixin(_Base):
         for name, reason in NO_EFFECT.items():
             if value := vars(config).get(name) if config is not None else None:
                 raise ValueError(f"{name}={value} has no effect: {reason}; omit it")
-        model, reference = given.get("model"), given.get("ref_model")
+        model: Any = given.get("model")
+        reference = given.get("ref_model")
         if reference is None or isinstance(model, str):
             return
         sizes = [m.config.get_text_config().vocab_size for m in (model, reference)]

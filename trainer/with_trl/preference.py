@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from trl import DPOTrainer, KTOTrainer, RewardTrainer
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.kto_trainer import KTOTrainer
+from trl.trainer.reward_trainer import RewardTrainer
 
 from .packed_model import PackedModelMixin
 

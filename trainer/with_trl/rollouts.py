@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl import GRPOTrainer, RLOOTrainer
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.rloo_trainer import RLOOTrainer
 
 from ...packing import IGNORE_INDEX
 from ...runtime import unwrap_model
@@ -180,7 +181,7 @@ class LiveRolloutMixin(PackedModelMixin):
         with self._packs():
             return *_logps_from_logits(*batch, self.temperature), None
 
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
+    def _prepare_inputs(self, inputs: Any) -> Any:
         steps = self.args.steps_per_generation * self.num_iterations
         done = self.state.global_step * self.args.gradient_accumulation_steps
         if self.model.training and self._buffered_inputs is None and done % steps:
@@ -190,7 +191,7 @@ class LiveRolloutMixin(PackedModelMixin):
                 f"and they are not saved: resume from a multiple of {every} steps, and set "
                 "save_steps to one"
             )
-        return super()._prepare_inputs(generation_batch)
+        return super()._prepare_inputs(inputs)
 
 
 class LiveGRPOTrainer(LiveRolloutMixin, GRPOTrainer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trl import SFTTrainer
+from trl.trainer.sft_trainer import SFTTrainer
 
 from ..with_hf.trainer import PackedTrainerMixin
 
