@@ -85,10 +85,11 @@ def measure(folder: str, rank: int, ranks: int) -> dict:
     found = {"documents": documents, "ranks": ranks, "open_s": opened, "first_pack_s": first}
     state, packs = data.state_dict(), documents * 600 // BUDGET
     windows = max(1, -(-documents // WINDOW_DOCUMENTS))
-    for name, share in (("middle", 0.5), ("end", 0.98)):
+    for name, share in (("middle", 0.52), ("end", 0.98)):
         window = int(windows * share)
         # The packs before a window are counted by the state, and not planned again.
-        start, index = packs * window // windows, int(packs * share) // ranks * ranks
+        start = packs * window // windows
+        index = max(start, int(packs * share) // ranks * ranks)
         state["position"] = {"epoch": 0, "epoch_start": 0, "index": index, "end_epoch": 1}
         if window:
             state["position"] |= {"window": window, "window_start": start}
