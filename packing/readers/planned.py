@@ -140,7 +140,7 @@ class PlannedPacks:
             location = self.store.location(int(documents[first]))
             raise too_long_error(location, int(lengths[first]), self._max_length)
 
-    def _order(self, epoch: int, window: int) -> Iterator[np.ndarray]:
+    def _order(self, epoch: int, window: int = 0) -> Iterator[np.ndarray]:
         if self._mixed_order is not None:
             return self._mixed_order.read(epoch)
         settings, n = self.settings, len(self.store)
