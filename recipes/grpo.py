@@ -34,7 +34,6 @@ from nopad.recipes.support import arguments
 from nopad.recipes.support.data_and_model import model_errors
 from nopad.recipes.support.run_dir import RunDir
 from nopad.recipes.support.run_recipe import run_recipe
-from nopad.recipes.support.trl_run import fit, plot_metrics
 
 SHOWN = ("reward", "completions/mean_length")
 """Metrics in the plot of a run."""
@@ -102,6 +101,8 @@ def train(args: argparse.Namespace, run: RunDir) -> None:
         processing_class=tokenizer,
         engine=Engine,
     )
+    from nopad.recipes.support.trl_run import fit, plot_metrics
+
     fit(trainer, args, run)
     plot_metrics(trainer, run, SHOWN)
 

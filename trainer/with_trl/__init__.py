@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
             try:
                 return getattr(import_module(f".{module}", __name__), name)
             except ModuleNotFoundError as error:
-                if error.name != "trl":
+                if (error.name or "").partition(".")[0] != "trl":
                     raise
                 raise ImportError("trl is not installed: pip install trl") from None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -38,7 +38,8 @@ class PackedModelMixin(_Base):
     Args:
         budget: tokens of a pack; default: the tokens of a batch of the device. A smaller budget
             saves memory where no gradients are computed.
-        args, kwargs: those of TRL's trainer. Options that packs would ignore are refused.
+        args: positional arguments of TRL's trainer.
+        kwargs: its keyword arguments. Options that packs would ignore are refused.
     """
 
     model: Any

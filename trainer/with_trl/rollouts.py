@@ -47,7 +47,8 @@ class LiveRolloutMixin(PackedModelMixin):
         engine: an engine of the model in training, or a function of the model and the tokenizer
             that returns one, such as the class `nopad.inference.Engine`.
         budget: tokens of a pack; default: the tokens of a batch of the device.
-        args, kwargs: those of TRL's trainer. Options without an effect are refused.
+        args: positional arguments of TRL's trainer.
+        kwargs: its keyword arguments. Options without an effect are refused.
     """
 
     def __init__(self, *args: Any, engine: Any, budget: int | None = None, **kwargs: Any):
