@@ -47,7 +47,7 @@ class PackedModelMixin(_Base):
 
     def __init__(self, *args: Any, budget: int | None = None, **kwargs: Any):
         given = signature(super().__init__).bind(*args, **kwargs).arguments
-        self.check_options(given.get("args"), given)
+        self._check_options(given.get("args"), given)
         if budget is not None and budget < 1:
             raise ValueError(f"budget={budget}: a pack has at least one token")
         self.budget = budget
@@ -61,7 +61,7 @@ class PackedModelMixin(_Base):
             )
         self._prepare_models()
 
-    def check_options(self, config: Any, given: dict[str, Any]) -> None:
+    def _check_options(self, config: Any, given: dict[str, Any]) -> None:
         """Refuse arguments without an effect, and models that do not fit each other."""
         for name, reason in NO_EFFECT.items():
             if value := vars(config).get(name) if config is not None else None:
@@ -97,10 +97,12 @@ class PackedModelMixin(_Base):
             yield
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Call that of TRL, with its args and kwargs, on packs."""
         with self._packs():
             return super().compute_loss(*args, **kwargs)
 
     def compute_ref_log_probs(self, *args: Any, **kwargs: Any) -> Any:
+        """Call that of TRL, with its args and kwargs, on packs."""
         # DPO and KTO; their __init__ may compute those of the whole data set.
         with self._packs():
             return super().compute_ref_log_probs(*args, **kwargs)  # pyright: ignore

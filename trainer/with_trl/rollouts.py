@@ -71,8 +71,8 @@ class LiveRolloutMixin(PackedModelMixin):
         self._rollout_logprobs: list[list[float]] | None = None
         """Log-probabilities of the current rollouts, where they are those of the old policy."""
 
-    def check_options(self, config: Any, given: dict[str, Any]) -> None:
-        super().check_options(config, given)
+    def _check_options(self, config: Any, given: dict[str, Any]) -> None:
+        super()._check_options(config, given)
         for name, reason in REPLACED.items():
             if value := vars(config).get(name) if config is not None else None:
                 raise ValueError(f"{name}={value} has no effect: {reason}; omit it")
