@@ -76,8 +76,8 @@ class RowSource(ABC):
         return None
 
     def read_range(self, begin: int, end: int) -> Iterator[Row]:
-        """Yield the rows of one of the `ranges`."""
-        raise NotImplementedError(f"{self.name} cannot be read in ranges")
+        """Yield the rows of one of the `ranges`; a source without ranges has none to pass."""
+        raise ValueError(f"{self.name} is read from its start: it has no ranges")
 
     def first(self) -> Row | None:
         """Return the first row, which `read` still yields; None if there is none."""

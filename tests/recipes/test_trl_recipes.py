@@ -8,7 +8,7 @@ import pytest
 import small_inputs
 from nopad.recipes import dpo, grpo
 
-pytest.importorskip("trl")
+pytest.importorskip("trl", reason="the recipes run TRL's trainers")
 SHORT = ["--prompts", "4", "--generations", "4", "--save-every", "1"]
 
 

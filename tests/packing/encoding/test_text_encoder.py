@@ -58,7 +58,7 @@ def wrong_library(tokenizer, monkeypatch):
 @pytest.mark.parametrize("add_eos", [True, 5, False])
 def test_texts_in_batches_have_the_ids_of_texts_one_by_one(tokenizer, library, add_eos):
     if library == "fastokens":
-        pytest.importorskip("fastokens")
+        pytest.importorskip("fastokens", reason="an optional library, compared with the tokenizer")
     rows = [{"text": text, "url": "x"} for text in HARD_CASES if text]
     rows += [{"text": "ends<|endoftext|>"}, "a text"]
     encoder = Encoder(tokenizer, add_eos=add_eos)

@@ -7,7 +7,7 @@ import torch
 from char_words import char_tokenizer
 from datasets import Dataset
 
-trl = pytest.importorskip("trl")
+trl = pytest.importorskip("trl", reason="the trainers are TRL's")
 
 from nopad.trainer.with_trl import (  # noqa: E402
     PackedDPOTrainer,

@@ -8,7 +8,7 @@ from char_words import char_tokenizer
 from datasets import Dataset
 from nopad.inference import Engine, batch_invariant
 
-trl = pytest.importorskip("trl")
+trl = pytest.importorskip("trl", reason="the trainers are TRL's")
 
 from nopad.trainer.with_trl import LiveGRPOTrainer, LiveRLOOTrainer, LiveRolloutMixin  # noqa: E402
 from nopad.trainer.with_trl import rollouts as rollouts_module  # noqa: E402
@@ -67,7 +67,7 @@ def test_live_training_equals_padded_training_on_the_same_rollouts(
     kind, adapter, tmp_path, monkeypatch
 ):
     causal_lm().save_pretrained(tmp_path / "model")
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="adapters are PEFT's")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     more = {"peft_config": lora if adapter else None}
     run = {"more": more, "beta": 0.1, "num_iterations": 2}
