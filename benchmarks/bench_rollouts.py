@@ -72,7 +72,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train a few steps in one way; return the medians of its parts, or its error."""
+    """Train a few steps in one way; return the parts of its median step, or its error."""
     try:
         result = {"way": way, **train(way, args)}
     except Exception as error:
@@ -136,10 +136,12 @@ def time_parts(trainer: Any) -> dict[str, list[float]]:
 
 
 def summary(trainer: Any, seconds: dict[str, list[float]], args: argparse.Namespace) -> dict:
-    """Return the parts of the fastest step after the first, which compiles and captures."""
+    """Return the parts of the median step after the first, which compiles and captures."""
     later = range(min(1, args.steps - 1), args.steps)
-    best = min(later, key=lambda step: seconds["step"][step])
-    step, scoring, generation = (seconds[part][best] for part in ("step", "scoring", "generation"))
+    middle = sorted(later, key=lambda step: seconds["step"][step])[len(later) // 2]
+    step, scoring, generation = (
+        seconds[part][middle] for part in ("step", "scoring", "generation")
+    )
     lines = [line for line in trainer.state.log_history if "completions/mean_length" in line]
     parts = {
         "step_s": step,
