@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from .. import custom_ops
 from ..attend import attend
 from ..varlen import Varlen, batch_cache, start_batch
 from .forward_context import current_varlen
@@ -58,6 +59,11 @@ def attention(
         varlen = Varlen(cu_seq_lens_q, longest if is_in_graph(longest) else int(longest))
     if varlen is None:
         varlen = current_varlen(module)
+    if varlen is custom_ops.STEP:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in _cast_to_one_dtype(query, key, value))
+        out = custom_ops.step_attention(q, k, v, s_aux, scale, _window(module, kwargs), softcap)
+        return out[None], None
     compiling, paged, layer = torch.compiler.is_compiling(), False, 0
     if varlen is not None:
         paged = varlen.pages is not None
