@@ -60,7 +60,7 @@ def _relative_error(backend: Backend, spec: CallSpec) -> float:
         scale=spec.key_dim**-0.5,
         window=3 if spec.window else None,
         softcap=2.0 if spec.softcap else None,
-        sinks=_numbers(spec, spec.heads, seed=5) if spec.sinks else None,
+        sinks=_numbers(spec, spec.heads, seed=5).requires_grad_(spec.grad) if spec.sinks else None,
     )
     torch.set_grad_enabled(spec.grad)
     lengths = [1, 1] if spec.decode else [5, 1]
@@ -76,7 +76,8 @@ def _relative_error(backend: Backend, spec: CallSpec) -> float:
     )  # fmt: skip
     error = _relative(out, expected)
     if spec.grad:
-        grads = (torch.autograd.grad(x.float().square().sum(), (q, k, v)) for x in (out, expected))
+        inputs = (q, k, v) if score_params.sinks is None else (q, k, v, score_params.sinks)
+        grads = (torch.autograd.grad(x.float().square().sum(), inputs) for x in (out, expected))
         error = max(error, *(_relative(a, b) for a, b in zip(*grads, strict=True)))
     return error
 

@@ -6,6 +6,7 @@ The package itself, or its prebuilt build through `kernels` where that is instal
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from ..varlen import Varlen
 from .backend import padded_to
 from .call_spec import CallSpec, ScoreParams
+from .sinks import add_sinks, attend_with_sinks, sinks_gradient
 
 _found: list[tuple[Any, str | None]] = []
 """The result of `library`. A list, not `functools.cache`: torch.compile traces a lookup, and would
@@ -44,8 +46,8 @@ def _load() -> tuple[Any, str | None]:
 def unsupported_reason(spec: CallSpec) -> str | None:
     if spec.device != "cuda":
         return "it needs CUDA"
-    if spec.sinks:
-        return "it has no sinks"
+    if spec.sinks and spec.paged:
+        return "it has no sinks over pages"
     if spec.dtype not in (torch.float16, torch.bfloat16):
         return f"it has no {spec.dtype} kernels"
     if spec.key_dim > 256 or spec.key_dim % 8:
@@ -59,6 +61,8 @@ def unsupported_reason(spec: CallSpec) -> str | None:
 
 def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams) -> Tensor:
     """Attend inside each sequence of a packed row."""
+    if score_params.sinks is not None:
+        return attend_with_sinks(sys.modules[__name__], q, k, v, varlen, score_params)
     return _attend(q, k, v, varlen, score_params)[..., : v.shape[-1]]
 
 
@@ -67,7 +71,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Attend like `packed`, without autograd; return the log-sum-exp [H, T] as well."""
     out, lse, _ = _attend(q, k, v, varlen, score_params, return_attn_probs=True)
-    return out[..., : v.shape[-1]], lse
+    return add_sinks(out[..., : v.shape[-1]], lse, score_params.sinks)
 
 
 def backward(
@@ -79,15 +83,16 @@ def backward(
     lse: Tensor,
     varlen: Varlen,
     score_params: ScoreParams,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v, and of the sinks if there are any."""
     flash, _ = library()
+    lse = lse.view(q.shape[1], -1)
     grad_, v_, out_ = (padded_to(x, q) for x in (grad, v, out))
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v_))
     kwargs = _score_kwargs(score_params)
     window = kwargs.pop("window_size")
     flash.flash_attn_interface._flash_attn_varlen_backward(
-        *(grad_, q, k, v_, out_, lse.view(q.shape[1], -1), dq, dk, dv),
+        *(grad_, q, k, v_, out_, lse, dq, dk, dv),
         *(varlen.cu_seqlens, varlen.cu_seqlens, varlen.max_length, varlen.max_length),
         dropout_p=0.0,
         window_size_left=window[0],
@@ -96,7 +101,10 @@ def backward(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         **kwargs,
     )
-    return dq, dk, dv[..., : v.shape[-1]].contiguous()
+    dv = dv[..., : v.shape[-1]].contiguous()
+    if score_params.sinks is None:
+        return dq, dk, dv
+    return dq, dk, dv, sinks_gradient(grad, out, lse, score_params.sinks)
 
 
 def _attend(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..varlen import Varlen
 from .backend import padded_to
 from .call_spec import CallSpec, ScoreParams
+from .sinks import add_sinks, attend_with_sinks, sinks_gradient
 
 try:
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
@@ -25,8 +27,8 @@ def unsupported_reason(spec: CallSpec) -> str | None:
         return "it needs CUDA"
     if varlen_attn is None:
         return f"torch {torch.__version__} has no varlen attention"
-    if spec.softcap or spec.sinks:
-        return "it has no softcap and no sinks"
+    if spec.softcap:
+        return "it has no softcap"
     if spec.window and "window_size" not in _parameters:
         return f"varlen attention of torch {torch.__version__} has no window"
     if spec.dtype not in (torch.float16, torch.bfloat16):
@@ -42,6 +44,8 @@ def unsupported_reason(spec: CallSpec) -> str | None:
 
 def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams) -> Tensor:
     """Attend inside each sequence of a packed row."""
+    if score_params.sinks is not None:
+        return attend_with_sinks(sys.modules[__name__], q, k, v, varlen, score_params)
     out = _attend(q, k, v, varlen, score_params)
     assert isinstance(out, Tensor)
     return out[..., : v.shape[-1]]
@@ -53,7 +57,7 @@ def forward(
     """Attend like `packed`, without autograd; return the log-sum-exp [H, T] as well."""
     assert AuxRequest is not None
     out, lse = _attend(q, k, v, varlen, score_params, return_aux=AuxRequest(lse=True))
-    return out[..., : v.shape[-1]], lse
+    return add_sinks(out[..., : v.shape[-1]], lse, score_params.sinks)
 
 
 def backward(
@@ -65,19 +69,23 @@ def backward(
     lse: Tensor,
     varlen: Varlen,
     score_params: ScoreParams,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v, and of the sinks if there are any."""
+    lse = lse.view(q.shape[1], -1)
     grad_, v_, out_ = (padded_to(x, q) for x in (grad, v, out))
     bounds = (varlen.cu_seqlens, varlen.cu_seqlens, varlen.max_length, varlen.max_length)
     window = _window(score_params)
     dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(
-        *(grad_, q, k, v_, out_, lse.view(q.shape[1], -1), *bounds),
+        *(grad_, q, k, v_, out_, lse, *bounds),
         window == (-1, 0),
         torch.zeros(2, dtype=torch.uint64, device=q.device),  # of dropout, which there is none
         scale=score_params.scale,
         window_size=list(window),
     )
-    return dq, dk, dv[..., : v.shape[-1]].contiguous()
+    dv = dv[..., : v.shape[-1]].contiguous()
+    if score_params.sinks is None:
+        return dq, dk, dv
+    return dq, dk, dv, sinks_gradient(grad, out, lse, score_params.sinks)
 
 
 def _attend(

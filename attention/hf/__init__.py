@@ -9,7 +9,7 @@ from .document_states import (
 )
 from .forward_context import current_varlen, forward_context
 from .interface import check_lengths, register
-from .layer_check import check_every_layer, record_call
+from .layer_check import check_every_layer, is_recording, record_call
 from .leak_check import (
     embeddings_replaced,
     leaked_gradient,
@@ -57,9 +57,11 @@ from .sequence_limits import (
     rotary_limit,
     sequence_limit,
 )
+from .step_attention import STEP, running_layer
 
 __all__ = [
     "ATTN_IMPLEMENTATION",
+    "STEP",
     "PackedDifferences",
     "SequenceLimit",
     "check_default_cache",
@@ -82,6 +84,7 @@ __all__ = [
     "has_router_logits",
     "install_mask_patch",
     "install_router_hooks",
+    "is_recording",
     "landmark_lengths",
     "layer_shapes",
     "leaked_gradient",
@@ -100,6 +103,7 @@ __all__ = [
     "returning_router_logits",
     "rotary_limit",
     "run_by_document",
+    "running_layer",
     "sequence_limit",
     "stateful_modules",
     "step_context",

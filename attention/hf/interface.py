@@ -23,6 +23,7 @@ from .layer_check import record_call
 from .mask_patch import ATTN_IMPLEMENTATION, refuse_mask
 from .model_types import refuse_states
 from .sequence_limits import sequence_limit
+from .step_attention import STEP, step_attention
 
 UNPACKED_FORWARD = "unpacked_forward"
 """Name of a forward that splits the hidden states of packs into rows before the head sees them."""
@@ -62,9 +63,12 @@ def attention(
         varlen = Varlen(cu_seq_lens_q, longest if is_in_graph(longest) else int(longest))
     if varlen is None:
         varlen = current_varlen(module)
-    compiling, paged, layer = torch.compiler.is_compiling(), False, 0
-    if varlen is not None:
-        paged = varlen.pages is not None
+    params: Any = {"window": _window(module, kwargs), "softcap": softcap, "sinks": s_aux}
+    params["scale"] = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if varlen is STEP:
+        return step_attention(*_flat_heads(query, key, value), **params)[None], None
+    compiling, layer = torch.compiler.is_compiling(), 0
+    paged = varlen is not None and varlen.pages is not None
     if paged or not compiling:
         # Read only if it is needed: it would give every compiled layer a graph of its own.
         layer = int(getattr(module, "layer_idx", 0))
@@ -80,20 +84,14 @@ def attention(
     rows, columns = query.shape[0], query.shape[2]
     if not compiling:
         _check_model(module, varlen, rows, layer)
-    # (B, H, T, D) -> (B*T, H, D): a view, if the layer transposed a (B, T, H, D).
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in _cast_to_one_dtype(query, key, value))
-    out = attend(
-        q,
-        k,
-        v,
-        varlen,
-        layer=layer,
-        scale=scaling,
-        window=_window(module, kwargs),
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    out = attend(*_flat_heads(query, key, value), varlen, layer=layer, **params)
     return out.view(rows, columns, *out.shape[1:]), None
+
+
+def _flat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """(B, H, T, D) -> (B*T, H, D): a view, if the layer transposed a (B, T, H, D)."""
+    tensors = _cast_to_one_dtype(query, key, value)
+    return tuple(x.transpose(1, 2).flatten(0, 1) for x in tensors)
 
 
 def is_in_graph(max_length: Any) -> bool:

@@ -23,6 +23,7 @@ from ..execution.graph_shape import MIXED_TOKENS, capture_sizes
 from ..execution.sampler import SamplingInputs, sample
 from ..live_model.borrow import borrow_model
 from ..live_model.patches import Patches
+from .compiled_layers import CompiledLayers
 from .qkv_weights import QKVWeights
 from .replacements import gated_mlps, norms, residual_adds, rotary
 
@@ -74,6 +75,11 @@ def verified_ops(model: Any, cache_like: PagedCache, max_num_seqs: int = 0) -> l
         for op in candidates:
             if _matches_model(model, [*verified, op], expected, cache_like):
                 verified.append(op)
+        compiled = CompiledLayers()
+        if candidates[-1] not in verified and _matches_model(
+            model, [compiled], expected, cache_like
+        ):
+            verified = [compiled]
     names = [op.__name__ for op in verified]
     log.info("fused kernels: %s", ", ".join(names) or "none fit this model")
     return verified

@@ -156,5 +156,10 @@ def recompute_backend(
     from torch._inductor.compile_fx import compile_fx
 
     settings = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
-    with functorch.patch(ban_recompute_materialized_backward=False):
+    # With adapters, the input of a product feeds a second one: "used far apart", hence kept.
+    keep_little = {
+        "ban_recompute_materialized_backward": False,
+        "ban_recompute_used_far_apart": False,
+    }
+    with functorch.patch(keep_little):
         return compile_fx(graph, inputs, config_patches=settings)

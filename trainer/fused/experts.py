@@ -22,12 +22,16 @@ class ExpertsPart:
 
     @staticmethod
     def matches(module: Any) -> bool:
-        names = {"num_experts", "has_gate", "has_bias", "is_transposed", "has_post_expert_norm"}
-        return names <= vars(module).keys() and module.config._experts_implementation in _STOCK
+        names = {"num_experts", "has_gate", "has_bias", "is_transposed"}
+        return (
+            names <= vars(module).keys()
+            and module.config._experts_implementation in _STOCK
+            and len(module.down_proj) == module.num_experts  # else in part on other ranks
+        )
 
     @staticmethod
     def forward(module: Any, fallback: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-        if len(args) != 3 or kwargs or module._is_expert_parallel:
+        if len(args) != 3 or kwargs or getattr(module, "_is_expert_parallel", False):
             return None
         return experts_forward(module, *args)
 
@@ -75,7 +79,7 @@ def experts_forward(
     x = _linear(experts, name, x, expert_ids, offsets)
     x = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
     x = _linear(experts, "down_proj", x.to(dtype), expert_ids, offsets)
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):  # Transformers 5.18 or newer
         x = experts.post_expert_norm(x)
     x = _Reorder.apply(x, inverse, order).view(tokens, top_k, -1)
     return (x * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)

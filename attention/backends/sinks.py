@@ -1,0 +1,66 @@
+"""Sinks for kernels that have none: by the log-sum-exp that they return.
+
+A sink s is one more column of the softmax, without a value. With l the log-sum-exp of the scores of
+a query:
+
+    l' = log(e^l + e^s)        out' = out e^(l - l')        ds = -Σ e^(s - l') (dO · out')
+
+The gradients of q, k and v are those that the backward of the kernels returns for out' and l' in
+place of out and l: it computes P from l', and Σ P dP as dO · out'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..varlen import Varlen
+from .call_spec import ScoreParams
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return out [T, H, D] and the log-sum-exp [H, T] with the sinks [H] in the softmax.
+
+    >>> one_key, lse = torch.ones(1, 1, 1), torch.zeros(1, 1)
+    >>> [x.exp().item() for x in add_sinks(one_key, lse, torch.zeros(1))[1:]]
+    [2.0]
+    """
+    if sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, sinks.float()[:, None])
+    share = torch.exp(lse - total).t()
+    return (out * share[..., None]).to(out.dtype), total
+
+
+def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of the sinks; out, lse [H, T]: what `add_sinks` returned."""
+    weight = torch.exp(sinks.float()[:, None] - lse)
+    return -(weight * (grad.float() * out.float()).sum(-1).t()).sum(1).to(sinks.dtype)
+
+
+def attend_with_sinks(
+    backend: Any, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams
+) -> Tensor:
+    """Attend by the `forward` and the `backward` of a backend; differentiable."""
+    return _Attend.apply(q, k, v, score_params.sinks, backend, varlen, score_params)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, backend, varlen, score_params):
+        out, lse = backend.forward(q, k, v, varlen, score_params)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, varlen.cu_seqlens)
+        ctx.call = backend, varlen.max_length, score_params
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        q, k, v, sinks, out, lse, cu_seqlens = ctx.saved_tensors
+        backend, max_length, params = ctx.call
+        params = ScoreParams(params.scale, params.window, params.softcap, sinks)
+        varlen = Varlen(cu_seqlens, max_length)
+        grads = backend.backward(grad.contiguous(), q, k, v, out, lse, varlen, params)
+        return *grads, None, None, None
