@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         GenerationEval,
         attach_loss,
         compile_layers,
-        fuse_layers,
         offload_checkpoints,
         preference_log_probs,
     )
@@ -54,7 +53,6 @@ __all__ = [
     "__version__",
     "attach_loss",
     "compile_layers",
-    "fuse_layers",
     "offload_checkpoints",
     "pack_lengths",
     "preference_log_probs",
@@ -69,7 +67,6 @@ _ROOMS = {
         "GenerationEval",
         "attach_loss",
         "compile_layers",
-        "fuse_layers",
         "offload_checkpoints",
         "preference_log_probs",
     ),

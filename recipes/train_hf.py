@@ -37,7 +37,8 @@ def add_training_options(parser: argparse.ArgumentParser, recipe: str, learning_
     add("--warmup", type=count, default=10, help="warmup steps")
     add("--precision", default="no", choices=["no", "bf16", "fp16"], help="mixed precision")
     switch: Any = {"action": argparse.BooleanOptionalAction, "default": False}
-    add("--compile", help="torch.compile the layers", **switch)
+    add("--layers", choices=("auto", "compiled", "stock"), default="auto",
+        help="decoder layers; auto: compiled on a GPU")  # fmt: skip
     add("--checkpointing", help="gradient checkpointing, to save memory", **switch)
     add = parser.add_argument_group("run").add_argument
     arguments.add_run_options(add, recipe, save_every=100)
@@ -123,7 +124,6 @@ def fit(
     examples: prompts with references, to continue every `args.eval_every` steps.
     """
     from nopad.recipes.support.holdout import continuation_evals
-    from nopad.trainer.fused import compile_layers
     from nopad.trainer.monitoring import check_weights
     from nopad.trainer.with_hf import EvalCallback, PackedTrainer, StopCallback
     from transformers import TrainerCallback
@@ -139,10 +139,8 @@ def fit(
         processing_class=tokenizer,
         callbacks=[StopCallback(), StartCallback()],
         sequence_parallel=args.sequence_parallel,
-        fused=not args.compile,
+        layers=args.layers,
     )
-    if args.compile:
-        compile_layers(model)
     if examples is not None:
         evals = continuation_evals(args, model, tokenizer, examples)
         trainer.add_callback(EvalCallback(trainer, *evals, console=True))

@@ -1,4 +1,4 @@
-"""Inspect Transformers modules: class before fusion, RMSNorm epsilon, globals a forward reads."""
+"""Inspect Transformers modules: class before a swap, RMSNorm epsilon, globals a forward reads."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from types import FunctionType
 from typing import Any
 
 STOCK_CLASS = "_nopad_stock_class"
-"""Attribute of a fused subclass (trainer/fused): the class that the module had before."""
+"""Attribute of a subclass (trainer/layers): the class that the module had before."""
 
 
 def stock_class(module: Any) -> type:
-    """Return the class of a module, or the class it had before it was fused for training."""
+    """Return the class of a module, or the class it had before it was swapped for training."""
     return getattr(type(module), STOCK_CLASS, type(module))
 
 

@@ -79,7 +79,7 @@ LAYERS = {
     ],
     "trainer": [
         {"with_hf", "with_trl", "with_lightning", "with_accelerate"}, {"evaluation"},
-        {"monitoring"}, {"data"}, {"loss", "fused"},
+        {"monitoring"}, {"data"}, {"loss", "layers"},
         {"checkpoint_manifest", "folder_lock", "fsdp_unshard", "graceful_stop", "train_mode"},
     ],
     "inference": [

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from .evaluation.generation_eval import GenerationEval
     from .evaluation.report import Example
     from .folder_lock import lock_folder
-    from .fused import compile_layers
-    from .fused.fuse_layers import fuse_layers
     from .graceful_stop import STOP_SIGNALS, StopRequest
+    from .layers import compile_layers
     from .loss.attached_loss import AttachedLoss, attach_loss
     from .loss.cross_entropy import linear_cross_entropy
     from .loss.preference import preference_log_probs
@@ -51,7 +50,6 @@ __all__ = [
     "check_archive",
     "compile_layers",
     "find_manifest",
-    "fuse_layers",
     "latest_intact_archive",
     "latest_intact_checkpoint",
     "linear_cross_entropy",
@@ -74,8 +72,8 @@ _MODULES = {
     "data": ("DataState", "EvaluationLoader", "PackInfo", "PackedLoader"),
     "evaluation": ("Example", "GenerationEval"),
     "folder_lock": ("lock_folder",),
-    "fused": ("compile_layers", "fuse_layers"),
     "graceful_stop": ("STOP_SIGNALS", "StopRequest"),
+    "layers": ("compile_layers",),
     "loss": ("AttachedLoss", "attach_loss", "linear_cross_entropy", "preference_log_probs"),
     "monitoring": ("ThroughputMeter",),
 }

@@ -39,8 +39,8 @@ from .router_logits import (
     collect_router_logits,
     has_router_logits,
     install_router_hooks,
-    refuse_other_outputs,
     returning_router_logits,
+    wants_other_outputs,
 )
 from .selfcheck import (
     PackedDifferences,
@@ -98,7 +98,6 @@ __all__ = [
     "probe_positions",
     "random_documents",
     "record_call",
-    "refuse_other_outputs",
     "register",
     "returning_router_logits",
     "rotary_limit",
@@ -109,5 +108,6 @@ __all__ = [
     "step_context",
     "uninstall_mask_patch",
     "unsupported_reason",
+    "wants_other_outputs",
     "zero_weights_filled",
 ]

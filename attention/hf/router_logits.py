@@ -51,9 +51,6 @@ def collect_router_logits(router_logits: list) -> None:
         wanted[KEY].extend(router_logits)
 
 
-def refuse_other_outputs() -> None:
-    """Raise if the current forward wants outputs of layers that no graph returns."""
-    others = (_active_collector.get() or {}).keys() - {KEY}
-    if others:
-        names = ", ".join(f"output_{name}" for name in others)
-        raise ValueError(f"compiled layers cannot return {names}: do not ask for it")
+def wants_other_outputs() -> bool:
+    """Return whether the current forward wants outputs of layers that no graph returns."""
+    return bool((_active_collector.get() or {}).keys() - {KEY})

@@ -1,4 +1,4 @@
-"""Recipes with --compile leave the weights of an uncompiled run."""
+"""Recipes with compiled layers leave the weights of an uncompiled run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def check_compiled(recipe: str, more: list[str], folder: Path, monkeypatch) -> N
     monkeypatch.chdir(folder)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     args = [*inputs(recipe, folder), *more]
-    compiled, plain = (train(recipe, [*flag, *args], folder) for flag in (["--compile"], []))
+    ways = [["--layers", "compiled"], []]
+    compiled, plain = (train(recipe, [*layers, *args], folder) for layers in ways)
     assert compiled.keys() == plain.keys()
     for name, weight in plain.items():
         assert torch.allclose(compiled[name], weight, atol=1e-4), name
@@ -59,7 +60,7 @@ def test_a_compiled_run_leaves_the_weights_of_one_that_is_not(recipe, more, tmp_
     """The graphs run eagerly: compiling kernels takes many times as long."""
     counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(
-        importlib.import_module("nopad.trainer.fused.compile_layers"), "recompute_backend", counter
+        importlib.import_module("nopad.trainer.layers.compile_layers"), "recompute_backend", counter
     )
     check_compiled(recipe, more, tmp_path, monkeypatch)
     assert counter.frame_count >= 1

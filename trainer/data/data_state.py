@@ -3,7 +3,8 @@
 Ranks of a sharded stream have different cursors, so saving is a collective: call it on all ranks.
 The file holds its own checksum and is written atomically. It also counts the calls of generation
 that have drawn random numbers, so that a resumed run draws the same numbers as an uninterrupted
-one, and the packs per optimizer step over all ranks, so that a resumed run can report a change.
+one, the packs per optimizer step over all ranks, so that a resumed run can report a change, and
+whether the layers were compiled, so that it trains the same ones.
 
 For checkpoints of `torch.distributed.checkpoint`, synchronous or not, use a `DataState`:
 
@@ -38,6 +39,9 @@ DRAWS = "draws"
 PACKS_PER_STEP = "packs_per_step"
 """Key of the number of packs in an optimizer step, over all ranks, in a merged state."""
 
+LAYERS = "layers"
+"""Key of the layers that trained, compiled or stock, in a merged state."""
+
 
 def gather_data_state(loader: PackedLoader | None, state: dict | None = None) -> dict:
     """Merge the states of all ranks into the one state of the run; call it on every rank.
@@ -48,19 +52,20 @@ def gather_data_state(loader: PackedLoader | None, state: dict | None = None) ->
     states, counts = zip(*gather_objects((own, draw_counts())), strict=True)
     size = None if loader is None else loader.packs_per_step
     merged = {**merge_states(list(states)), DRAWS: merge_draw_counts(counts)}
-    return {**merged, PACKS_PER_STEP: size}
+    return {**merged, PACKS_PER_STEP: size, LAYERS: None if loader is None else loader.layers}
 
 
 def restore_draws(state: dict) -> dict:
     """Continue the draws of a merged state; return the position of the data in it."""
     load_draw_counts(state.get(DRAWS, {}))
-    return {k: v for k, v in state.items() if k not in (DRAWS, PACKS_PER_STEP)}
+    return {k: v for k, v in state.items() if k not in (DRAWS, PACKS_PER_STEP, LAYERS)}
 
 
 def load_merged_state(loader: PackedLoader, state: dict) -> None:
     """Continue a merged state, from the next iteration on."""
     loader.load_state(restore_draws(state))
     loader.saved_packs_per_step = state.get(PACKS_PER_STEP)
+    loader.layers = state.get(LAYERS)
 
 
 def save_data_state(

@@ -117,6 +117,9 @@ class PackedLoader:
         self.layout = layout
         self.saved_packs_per_step: int | None = None
         """Packs per optimizer step of the run that was loaded, until an iteration starts."""
+        self.layers: str | None = None
+        """The layers that train, compiled or stock; before the start, those of the run that was
+        loaded."""
         self._state: dict | None = None
         self._state_before: dict | None = None
         """The state before the last step that was issued."""

@@ -16,25 +16,25 @@ from ...attention.hf import (
     run_by_document,
     stateful_modules,
 )
-from ..fused.class_swap import FusedLayers, add_forward
+from ..layers.class_swap import SwappedLayers
 
 
-def reset_states(model: Any) -> tuple[bool, FusedLayers]:
+def reset_states(model: Any) -> tuple[bool, SwappedLayers]:
     """Run the modules of a causal LM that carry a state on document by document, in packed rows.
 
     Returns whether the model has a state at all, and these modules. Those whose kernels read the
     boundaries stay as they are.
     """
-    reset = FusedLayers()
+    reset = SwappedLayers()
     if declared_state(model) is None:
         return False, reset
     found = stateful_modules(model)
     for module in found:
-        reset.swap(module, add_forward(type(module), run_by_document))
+        reset.swap(module, run_by_document)
         reset.add_name(type(module).__name__)
     for layer in decoder_layers(model) if found else ():
         if not {*layer.children()}.isdisjoint(found):
-            reset.swap(layer, add_forward(type(layer), pass_boundaries))
+            reset.swap(layer, pass_boundaries)
     return True, reset
 
 

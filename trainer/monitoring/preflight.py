@@ -86,17 +86,14 @@ def print_resumed(checkpoint: Any, data: PackedDataset) -> None:
     print_banner([f"resumed from {Path(checkpoint).name}, pack {index:,}"])
 
 
-def describe_speedups(loss: Any, fused: Any) -> str:
-    """Return the banner's line about what is faster than in the stock model.
+def describe_speedups(loss: Any, layers: Any) -> str:
+    """Return the banner's line about the loss and the layers that train.
 
-    loss, fused: the results of `attach_loss` and `fuse_layers`; None if they were not called.
+    loss, layers: the results of `attach_loss` and `prepare_layers`.
     """
-    without_logits = loss is not None and loss.fused
-    kernels = ", ".join(fused.names) if fused is not None else ""
-    states = [] if loss is None else loss.reset_states.names
+    states = loss.reset_states.names
     return (
-        f"loss {'without' if without_logits else 'with'} logits, "
-        f"{'fused kernels for ' + kernels if kernels else 'no fused kernels'}"
+        f"loss {'without' if loss.fused else 'with'} logits, {layers.describe()}"
         f"{', document by document (slow): ' + ', '.join(states) if states else ''}"
     )
 

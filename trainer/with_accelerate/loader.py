@@ -34,7 +34,7 @@ from ...runtime import Layout, find_layout, join_sequence_group, unwrap_peft
 from ..data.data_state import STATE_FILE, load_data_state, save_data_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader
 from ..data.plain_data import check_plain, pack_like, pack_plain, refuse_plain_settings
-from ..fused import FusedLayers, fuse_layers
+from ..layers import PreparedLayers, prepare_layers, sharding_obstacle
 from ..loss.attached_loss import AttachedLoss, attach_loss
 from ..monitoring.finite_check import OWN_LOSS, FiniteCheck
 from ..monitoring.preflight import (
@@ -68,7 +68,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         budget: int | None = None,
         tokenizer: Any = None,
         seed: int | None = None,
-        fused: bool = True,
+        layers: str = "auto",
         check: bool = True,
         continue_on_nan: bool = False,
         sequence_parallel: int = 1,
@@ -88,7 +88,8 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
             budget: tokens of a pack, for plain data.
             tokenizer: tokenizer for plain data of text.
             seed: determines the order of plain data; default 0.
-            fused: on a GPU, use fused kernels for layers that they reproduce.
+            layers: "compiled" (`compile_layers`), "stock", or "auto": compiled on a GPU where they
+                can be, and the banner says why not. A resumed run keeps those of its checkpoint.
             check: before the first step, refuse runs that would train the prepared model wrongly.
             continue_on_nan: continue after a loss that is not finite, instead of raising
                 `NonFiniteError`; `save_state` saves nothing while weights are not finite.
@@ -106,11 +107,9 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
             **options,
         )
         self.gradient_state, self._sequence_parallel = GradientState(), sequence_parallel
-        self.fuses_layers, self._needs_check = fused, check
-        self.fused_layers: list[FusedLayers] = []
-        """The fused layers of each prepared model."""
-        self._sped_up: dict[int, str] = {}
-        """The line of the banner by id of a prepared model."""
+        self._layers, self._needs_check = layers, check
+        self.prepared_layers: dict[int, PreparedLayers] = {}
+        """The layers that train, by id of a prepared model."""
         self.finite_check = FiniteCheck(continue_on_nan)
         self._guard_saves()
         _refuse_context_parallel(accelerator)
@@ -173,10 +172,11 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         """Attach the loss to the prepared models, and check them once."""
         self._place()
         self._join_group()
-        speedups = [self._speed_up(model) for model in self._causal_lms()]
+        for model in self._causal_lms():
+            self._prepare_model(model)
         if self._needs_check:
             self._needs_check = False
-            self._check(speedups)
+            self._check()
 
     def _align(self, done: int) -> int:
         """Make Accelerate sync the gradients with the last batch of a step, and only then.
@@ -281,26 +281,30 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         models = (self.accelerator.unwrap_model(model) for model in self.accelerator._models)
         return [lm for lm in map(unwrap_peft, models) if hasattr(lm, "get_output_embeddings")]
 
-    def _speed_up(self, model: Any) -> str:
-        """Attach the loss and fuse the layers, unless it was done; return a line for the banner."""
-        if id(model) not in self._sped_up or not hasattr(model, "nopad_loss"):
+    def _prepare_model(self, model: Any) -> None:
+        """Attach the loss and prepare the layers, unless it was done."""
+        if id(model) not in self.prepared_layers or not hasattr(model, "nopad_loss"):
             loss = getattr(model, "nopad_loss", None) or attach_loss(model)
             if loss.row_shards is None:
                 loss.share_rows(self._sequence_group)
-            fused = None
-            if self.fuses_layers:
-                fused = fuse_layers(model, self.accelerator.device)
-                self.fused_layers.append(fused)
-            self._sped_up[id(model)] = describe_speedups(loss, fused)
-        return self._sped_up[id(model)]
+            self.prepared_layers[id(model)] = prepare_layers(
+                model,
+                self.accelerator.device,
+                self._layers,
+                saved=self.layers,
+                obstacle=sharding_obstacle(self.accelerator),
+                layout=self.layout,
+            )
+        self.layers = self.prepared_layers[id(model)].way
 
-    def _check(self, speedups: list[str]) -> None:
-        for model, line in zip(self._causal_lms(), speedups, strict=True):
+    def _check(self) -> None:
+        for model in self._causal_lms():
             with self.accelerator.autocast():
                 banner = check_run(model, self.dataset, self.collator, self.layout)
+            line = describe_speedups(model.nopad_loss, self.prepared_layers[id(model)])
             print_banner([*banner, line])
-        if speedups:
-            check_first_batches(self, *self._causal_lms())
+        if models := self._causal_lms():
+            check_first_batches(self, *models)
 
     @property
     def worker_init_fn(self) -> Any:

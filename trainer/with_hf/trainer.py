@@ -52,8 +52,8 @@ from ..data.data_state import load_data_state, save_data_state
 from ..data.loader import Batch, PackedLoader, PackInfo, UnsizedLoader, check_collator
 from ..data.model_limits import ModelLimits
 from ..data.plain_data import check_plain, pack_like, pack_plain, text_tokenizer
-from ..fused.fuse_layers import fuse_layers
 from ..graceful_stop import StopRequest
+from ..layers import PreparedLayers, prepare_layers, sharding_obstacle
 from ..loss.attached_loss import attach_trainer_loss
 from ..monitoring.finite_check import FiniteCheck, check_weights
 from ..monitoring.preflight import (
@@ -113,8 +113,8 @@ class PackedTrainerMixin(_Base):
             `seed` of the arguments; samples are cut at the model's longest sequence.
         budget: tokens of a pack, for plain data.
         z_loss: weight of the squared log-normalizer in the loss.
-        fused: on a GPU, use fused kernels for layers that they reproduce; the banner names them.
-            Off with `torch_compile`, which generates its own.
+        layers: "compiled" (`compile_layers`), "stock", or "auto": compiled on a GPU where they can
+            be, and the banner says why not. A resumed run keeps those of its checkpoint.
         check: before the first step, refuse runs that would train wrongly.
         continue_on_nan: continue after a loss that is not finite, instead of raising
             `NonFiniteError`; weights that are not finite are not saved.
@@ -143,7 +143,7 @@ class PackedTrainerMixin(_Base):
         *,
         budget: int | None = None,
         z_loss: float = 0.0,
-        fused: bool = True,
+        layers: str = "auto",
         check: bool = True,
         continue_on_nan: bool = False,
         sequence_parallel: int = 1,
@@ -154,7 +154,7 @@ class PackedTrainerMixin(_Base):
         args = copy(args) if args is not None else TrainingArguments()
         self.packed_collator, self.packed_check = data_collator, check
         self._sequence_parallel = take_sequence_parallel(args, sequence_parallel)
-        self.fuses_layers = fused and not args.torch_compile
+        self._layers = layers
         self.finite_check = FiniteCheck(continue_on_nan)
         self._loss_options = {"z_loss": z_loss}
         self.train_dataset = self._init_trainer(model, args, train_dataset, budget, kwargs)
@@ -175,6 +175,8 @@ class PackedTrainerMixin(_Base):
         self._logged_aux_loss: dict[str, float] = {}
         self._checked_loss: Any = None
         """The attached loss of the model that the start check has passed."""
+        self.prepared_layers: PreparedLayers | None = None
+        """The layers that train; None before the training starts."""
         self._trained_pack: PackInfo | None = None
         """The pack of the last micro-step."""
         self.token_sums: dict[str, list[float]] = {}
@@ -233,11 +235,28 @@ class PackedTrainerMixin(_Base):
             args.max_steps = self._counted_steps = set_epochs(args, data)
 
     def _prepare_model(self) -> None:
-        """Attach the loss and fuse the layers, before the model is wrapped."""
+        """Attach the loss, before the model is wrapped."""
         model = self.accelerator.unwrap_model(self.model)
         weight_auxiliary_loss(self.args, unwrap_peft(model))
         self.attached_loss = attach_trainer_loss(model, self._loss_options, self._sequence_group)
-        self.fused_layers = fuse_layers(model, self.args.device) if self.fuses_layers else None
+
+    def _prepare_layers(self) -> None:
+        """Compile the layers or not, before the model is wrapped, as the loaded checkpoint did."""
+        assert self._loader is not None
+        if self.prepared_layers is None:
+            obstacle = sharding_obstacle(self.accelerator)
+            if self.args.torch_compile:
+                obstacle = "torch_compile=True compiles the whole model"
+            model = unwrap_peft(self.accelerator.unwrap_model(self.model))
+            self.prepared_layers = prepare_layers(
+                model,
+                self.args.device,
+                self._layers,
+                saved=self._loader.layers,
+                obstacle=obstacle,
+                layout=self.layout,
+            )
+        self._loader.layers = self.prepared_layers.way
 
     def _reject_skip_prepare_without_labels(self, *_: Any, **__: Any) -> None:
         # TRL looks for columns of masks in evaluation sets; PackedDataset refuses them itself.
@@ -259,9 +278,11 @@ class PackedTrainerMixin(_Base):
         model = unwrap_peft(self.accelerator.unwrap_model(self.model))
         if self.attached_loss.model is not model:  # `model_init` has made another one
             self._prepare_model()
+            self.prepared_layers = None
+        self._prepare_layers()
         if self.packed_check:
             banner = self._check_model(self.train_dataset)
-            print_banner([*banner, describe_speedups(self.attached_loss, self.fused_layers)])
+            print_banner([*banner, describe_speedups(self.attached_loss, self.prepared_layers)])
             check_first_batches(self._loader, model)
         self.meter = ThroughputMeter.of(self._loader, model)
         return self._loader

@@ -110,6 +110,8 @@ class PackedDataModule(pl.LightningDataModule):
         """The models whose vocabularies and positions the batches are checked against."""
         self.saved_packs_per_step: int | None = None
         """Packs per optimizer step of the checkpoint that is resumed, until the next loader."""
+        self.layers: str | None = None
+        """The layers that train; before the start, those of the checkpoint that is resumed."""
         self._hide_validation()
 
     def setup(self, stage: str | None = None) -> None:
@@ -152,6 +154,7 @@ class PackedDataModule(pl.LightningDataModule):
             self.saved_packs_per_step,
             None,
         )
+        self.loader.layers = self.layers
         if self.checked_models:
             check_first_batches(self.loader, *self.checked_models)
         return self.loader

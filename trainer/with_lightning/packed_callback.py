@@ -32,9 +32,9 @@ from ...runtime import (
     rng_states,
     unwrap_peft,
 )
-from ..data.data_state import PACKS_PER_STEP, gather_data_state, restore_draws
+from ..data.data_state import LAYERS, PACKS_PER_STEP, gather_data_state, restore_draws
 from ..data.loader import PackedLoader, PackInfo
-from ..fused.fuse_layers import fuse_layers
+from ..layers import PreparedLayers, prepare_layers
 from ..loss.attached_loss import AttachedLoss, attach_trainer_loss
 from ..monitoring.finite_check import DIVERGED, OWN_LOSS, FiniteCheck, check_weights
 from ..monitoring.preflight import (
@@ -67,7 +67,7 @@ class PackedCallback(pl.Callback):
         *,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
-        fused: bool = True,
+        layers: str = "auto",
         check: bool = True,
         continue_on_nan: bool = False,
     ):
@@ -77,19 +77,21 @@ class PackedCallback(pl.Callback):
             data: the data module whose packs are trained on.
             label_smoothing: fraction of each label that is spread over the vocabulary.
             z_loss: weight of the squared log-normalizer in the loss.
-            fused: on a GPU, use fused kernels for layers that they reproduce; the banner names
-                them.
+            layers: "compiled" (`compile_layers`), "stock", or "auto": compiled on a GPU where they
+                can be, and the banner says why not. A resumed run keeps those of its checkpoint.
             check: before the first step, refuse runs that would train wrongly.
             continue_on_nan: continue after a loss that is not finite, instead of raising
                 `NonFiniteError`; weights that are not finite are not saved.
         """
-        self.data, self.check, self.fused = data, check, fused
+        self.data, self.check, self._layers = data, check, layers
         self.finite_check = FiniteCheck(continue_on_nan)
         self.options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
         self.meter = ThroughputMeter()
         self._measured_loader: LightningPackedLoader | None = None
-        self._prepared: dict[Any, tuple[AttachedLoss, Any]] = {}
-        """For each language model that is trained, its loss and its fused layers."""
+        self._prepared: dict[Any, AttachedLoss] = {}
+        """The loss of each language model that is trained."""
+        self.prepared_layers: dict[Any, PreparedLayers] = {}
+        """The layers that train, for each of these models."""
         self._frozen_checks: list[Any] = []
         """Hooks that check the other models when they get packs."""
         self._manual_steps: ManualSteps | None = None
@@ -124,29 +126,45 @@ class PackedCallback(pl.Callback):
             _guard_saves(trainer, self.finite_check)
         self._prepared.clear()
         if stage != "predict" and (stage != "fit" or pretrained_models(pl_module)):
-            self._prepare_models(trainer, pl_module, stage)
+            self._prepare_models(trainer, pl_module)
 
-    def _prepare_models(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
-        """Attach the loss and fuse the layers, before the models are wrapped; once for each."""
+    def _prepare_models(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        """Attach the loss, before the models are wrapped; once to each."""
         if self._sequence_group is None:
             self._sequence_group = join_sequence_group(self.data.layout(trainer))
         for model in trained_lms(pl_module):
             if model not in self._prepared:
                 loss = attach_trainer_loss(model, self.options, self._sequence_group)
-                fuses = stage == "fit" and self.fused
-                fused = fuse_layers(model, trainer.strategy.root_device) if fuses else None
-                self._prepared[model] = loss, fused
+                self._prepared[model] = loss
+
+    def _prepare_layers(self, trainer: Any) -> None:
+        """Compile the layers or not, as the checkpoint did that is resumed."""
+        kind = type(trainer.strategy).__name__.removesuffix("Strategy")
+        shards = kind in ("FSDP", "DeepSpeed")
+        for model in self._prepared:
+            if model not in self.prepared_layers:
+                self.prepared_layers[model] = prepare_layers(
+                    model,
+                    trainer.strategy.root_device,
+                    self._layers,
+                    saved=self.data.layers,
+                    obstacle=f"{kind} changes the weights of layers" if shards else "",
+                    layout=self.data.layout(trainer),
+                )
+            self.data.layers = self.prepared_layers[model].way
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._prepare_models(trainer, pl_module, "fit")  # those made in `configure_model`
+        self._prepare_models(trainer, pl_module)  # those made in `configure_model`
+        self._prepare_layers(trainer)
         for model in self._prepared:
             ensure_train_mode(model)
         if self.check:
             with trainer.precision_plugin.forward_context():
-                for number, (model, speedups) in enumerate(self._prepared.items()):
+                for number, (model, loss) in enumerate(self._prepared.items()):
                     banner = self._check_model(trainer, model)
                     shown = banner[:1] if number else banner  # the data is the same
-                    print_banner([*shown, describe_speedups(*speedups)])
+                    speedups = describe_speedups(loss, self.prepared_layers[model])
+                    print_banner([*shown, speedups])
             self._check_others_when_packed(trainer, pl_module)
             self.data.checked_models = list(self._prepared)
         if trainer.ckpt_path is not None and self._rng_states is not None:
@@ -209,7 +227,7 @@ class PackedCallback(pl.Callback):
             self._show_train_total(trainer, self.data.loader, batch_idx)
         self._step_rng = self._step_rng or rng_states(trainer.strategy.root_device)
         self._labels = batch.get("labels") if isinstance(batch, dict) else None
-        for loss, _ in self._prepared.values():
+        for loss in self._prepared.values():
             loss.token_losses = loss.aux_loss = None
         now, at_start = self.data.accumulation(trainer), self.data.loader.accumulation_steps
         if now != at_start:
@@ -287,7 +305,7 @@ class PackedCallback(pl.Callback):
             self._micro_losses.append(outputs["loss"].detach())
         if self._manual_steps is not None:
             self._manual_steps.check(self.data.loader.accumulation_steps, state is not None)
-        aux_losses = [loss.aux_loss for loss, _ in self._prepared.values()]
+        aux_losses = [loss.aux_loss for loss in self._prepared.values()]
         self._aux_losses += [aux_loss for aux_loss in aux_losses if aux_loss is not None]
         if state is None:
             return
@@ -307,7 +325,7 @@ class PackedCallback(pl.Callback):
 
         is_trained: whether the pack was trained; a `training_step` may skip it by returning None.
         """
-        found = [loss.token_losses for loss, _ in self._prepared.values()]
+        found = [loss.token_losses for loss in self._prepared.values()]
         losses = next((losses for losses in found if losses is not None), None)
         self.meter.add(info, self._labels, losses)
         if losses is None and is_trained and not self._said_own_loss:
@@ -378,6 +396,7 @@ class PackedCallback(pl.Callback):
         self._resumed_state = self.data.train_dataset.state_dict()
         self.data.loader = None  # otherwise the next loader would continue where this one is
         self.data.saved_packs_per_step = checkpoint[DATA_KEY].get(PACKS_PER_STEP)
+        self.data.layers = checkpoint[DATA_KEY].get(LAYERS)
         self._rng_states = checkpoint[RNG_KEY]
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         accumulation = checkpoint[ACCUMULATION_KEY], self.data.accumulation(trainer)

@@ -31,7 +31,7 @@ def test_an_unknown_name_in_the_yaml_is_named(tmp_path):
         ("learning_rate: -1", "--learning-rate: '-1': pass a number >= 0"),
         ("steps: [1, 2]", "steps takes one value, not a list"),
         ("config: other.yaml", "unknown setting config"),
-        ("compile: 1", "compile is 1; it must be true or false"),
+        ("checkpointing: 1", "checkpointing is 1; it must be true or false"),
     ],
 )
 def test_a_value_in_the_yaml_is_checked_like_one_of_the_command_line(tmp_path, line, complaint):
@@ -54,8 +54,8 @@ def test_the_command_line_overrides_the_yaml(tmp_path):
     (tmp_path / "run.yaml").write_text(lines)
     argv = ["--config", str(tmp_path / "run.yaml"), "--accumulation", "2", "--data", "d"]
     args = train_hf.parse_args(argv)
-    settings = (args.learning_rate, args.accumulation, args.checkpointing, args.compile)
-    assert settings == (1e-4, 2, True, False)
+    settings = (args.learning_rate, args.accumulation, args.checkpointing, args.layers)
+    assert settings == (1e-4, 2, True, "auto")
     assert train_hf.training_arguments(args).max_steps == -1
 
 
@@ -70,26 +70,26 @@ def test_the_command_line_overrides_a_list_of_the_yaml(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("compile: false", r"started with --compile True \(now False\)"),
+        ("layers: stock", r"started with --layers compiled \(now stock\)"),
         ("steps: 41", r"started with --steps 40 \(now 41\)"),
         ("add_eos: 0", r"started with --add-eos False \(now 0\)"),
     ],
 )
 def test_a_resume_does_not_ignore_what_the_yaml_resets(tmp_path, monkeypatch, line, message):
     monkeypatch.chdir(tmp_path)
-    args = train_hf.parse_args(["--compile", "--add-eos", "none", "--steps", "40"])
+    args = train_hf.parse_args(["--layers", "compiled", "--add-eos", "none", "--steps", "40"])
     RunDir("train_hf", args).start(True)
     (tmp_path / "run.yaml").write_text(f"{line}\nresume: runs/train_hf-1\n")
     with pytest.raises(ValueError, match=message):
         train_hf.parse_args(["--config", "run.yaml"])
-    (tmp_path / "run.yaml").write_text("compile: true\nadd_eos: none\nworkers: null\n")
+    (tmp_path / "run.yaml").write_text("layers: compiled\nadd_eos: none\nworkers: null\n")
     args = train_hf.parse_args(["--config", "run.yaml", "--resume"])
-    assert (args.compile, args.add_eos, args.steps, args.workers) == (True, False, 40, 0)
+    assert (args.layers, args.add_eos, args.steps, args.workers) == ("compiled", False, 40, 0)
 
 
 def test_a_run_resumes_with_the_yaml_it_was_started_with(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text("steps: null\ncompile: false\nbudget: 64\n")
+    (tmp_path / "run.yaml").write_text("steps: null\ncheckpointing: false\nbudget: 64\n")
     RunDir("train_hf", train_hf.parse_args(["--config", "run.yaml"])).start(True)
     assert train_hf.parse_args(["--config", "run.yaml", "--resume"]).budget == 64
 

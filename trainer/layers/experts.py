@@ -11,55 +11,56 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...kernels import grouped_mm
-from .equivalence import outputs_match, trial_copies, trial_input
-
-
-class ExpertsPart:
-    """The experts of a layer, by grouped products in the dtype of autocast; also in graphs."""
-
-    @staticmethod
-    def matches(module: Any) -> bool:
-        names = {"num_experts", "has_gate", "has_bias", "is_transposed"}
-        return (
-            names <= vars(module).keys()
-            and module.config._experts_implementation in _STOCK
-            and len(module.down_proj) == module.num_experts  # else in part on other ranks
-        )
-
-    @staticmethod
-    def forward(module: Any, fallback: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-        if len(args) != 3 or kwargs or getattr(module, "_is_expert_parallel", False):
-            return None
-        return experts_forward(module, *args)
-
-    @staticmethod
-    def verify(module: Any, fused_class: Any, device: torch.device) -> bool:
-        return all(
-            _experts_match(copy, fused_class)
-            for copy in trial_copies(module, device)
-            if next(copy.parameters()).dtype == torch.float32
-        )
-
+from .class_swap import SwappedLayers, added_forwards
+from .equivalence import outputs_match, trial_copy, trial_input
 
 _STOCK = None, "eager", "grouped_mm", "batched_mm"
 """Ways of Transformers to run experts; a user who names another one wants just that."""
 
 
-def _experts_match(experts: Any, fused_class: Any) -> bool:
-    weights = list(experts.parameters())
+def group_experts(model: nn.Module, swapped: SwappedLayers, device: torch.device) -> None:
+    """Run the experts of a model by grouped products, where a trial on `device` gives the same."""
+    verdicts: dict[tuple, bool] = {}
+    for experts in filter(_is_known, model.modules()):
+        kind = type(experts), *(p.shape for p in experts.parameters())
+        if kind not in verdicts:
+            verdicts[kind] = _matches(trial_copy(experts, device))
+        if verdicts[kind]:
+            swapped.swap(experts, grouped_forward)
+
+
+def _is_known(module: Any) -> bool:
+    names = {"num_experts", "has_gate", "has_bias", "is_transposed"}
+    return (
+        names <= vars(module).keys()
+        and module.config._experts_implementation in _STOCK
+        and len(module.down_proj) == module.num_experts  # else in part on other ranks
+        and grouped_forward not in added_forwards(type(module))
+    )
+
+
+def _matches(experts: Any) -> bool:
     up = experts.gate_up_proj if experts.has_gate else experts.up_proj
     x = trial_input(up, experts.num_experts, up.shape[1 if experts.is_transposed else 2])
     first = torch.arange(experts.num_experts, device=x.device)
     chosen = torch.stack([first, (first + 1) % experts.num_experts], -1)
     shares = trial_input(up, *chosen.shape)
-    stock, fused = (
-        lambda x, shares, cls=cls: cls.forward(experts, x, chosen, shares)
-        for cls in (type(experts), fused_class)
+    return outputs_match(
+        lambda x, shares: type(experts).forward(experts, x, chosen, shares),
+        lambda x, shares: experts_forward(experts, x, chosen, shares),
+        [x, shares],
+        list(experts.parameters()),
     )
-    return outputs_match(stock, fused, [x, shares], weights)
+
+
+def grouped_forward(experts: Any, fallback: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+    """Run experts by grouped products: see `class_swap.Forward`."""
+    if len(args) != 3 or kwargs or getattr(experts, "_is_expert_parallel", False):
+        return None
+    return experts_forward(experts, *args)
 
 
 def experts_forward(

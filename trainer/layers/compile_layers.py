@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from torch.utils._device import DeviceContext
 
 from ...attention import Varlen
 from ...attention.hf import (
@@ -30,20 +32,21 @@ from ...attention.hf import (
     current_varlen,
     forward_context,
     install_router_hooks,
-    refuse_other_outputs,
     returning_router_logits,
     run_by_document,
+    wants_other_outputs,
 )
-from .class_swap import FusedLayers, add_forward, fused_forwards
-from .experts import ExpertsPart
+from .class_swap import SwappedLayers, added_forwards
+from .experts import group_experts
 
 log = logging.getLogger("nopad.trainer")
 
-DYNAMO = {"skip_nnmodule_hook_guards": False}
-"""Settings of torch.compile: by default, a graph ignores hooks that come after its first call."""
+DYNAMO = {"skip_nnmodule_hook_guards": False, "optimize_ddp": False}
+"""Settings of torch.compile: by default, a graph ignores hooks that come after its first call, and
+DDP cuts the graph of a layer at its buckets."""
 
 
-def compile_layers(model: nn.Module, **options: Any) -> FusedLayers:
+def compile_layers(model: nn.Module, **options: Any) -> SwappedLayers:
     """Compile every decoder layer of a causal LM in place; return what was compiled.
 
     Forwards of packs in training mode are compiled. Others, such as those of `generate`, run as
@@ -53,43 +56,69 @@ def compile_layers(model: nn.Module, **options: Any) -> FusedLayers:
         model: a causal LM of Transformers.
         options: those of torch.compile; `fullgraph=True` by default.
     """
-    layers = max(
-        (module for module in model.modules() if isinstance(module, nn.ModuleList)),
-        key=lambda module: sum(p.numel() for p in module.parameters()),
-        default=None,
-    )
-    if layers is None or not len(layers):
-        raise ValueError(f"{type(model).__name__} has no list of decoder layers to compile")
-    if any(run_by_document in fused_forwards(type(module)) for module in layers.modules()):
-        raise ValueError(
-            f"{type(model).__name__} has layers with a state that run document by document, which "
-            "cannot be compiled: train it without compile_layers"
-        )
+    reason = why_not_compiled(model)
+    if reason:
+        raise ValueError(f"the layers of {type(model).__name__} cannot be compiled: {reason}")
+    return compile_with(CompiledForward(options), model, next(model.parameters()).device)
+
+
+def compile_with(forward: CompiledForward, model: nn.Module, device: torch.device) -> SwappedLayers:
+    """Give every decoder layer of a causal LM a compiled forward, and group its experts."""
     install_router_hooks(model)
-    forward = CompiledForward({"fullgraph": True, "backend": recompute_backend, **options})
-    compiled = FusedLayers()
-    for experts in filter(ExpertsPart.matches, model.modules()):
-        grouped = add_forward(type(experts), ExpertsPart.forward)
-        if ExpertsPart.verify(experts, grouped, next(experts.parameters()).device):
-            compiled.swap(experts, grouped)
-    for layer in layers:
-        compiled.swap(layer, add_forward(type(layer), forward))
+    compiled = SwappedLayers()
+    group_experts(model, compiled, device)
+    for layer in _layers(model):
+        compiled.swap(layer, forward)
         compiled.add_name(type(layer).__name__)
     return compiled
+
+
+def why_not_compiled(model: nn.Module) -> str:
+    """Return why the layers of a model cannot be compiled; "" if they can."""
+    layers = _layers(model)
+    if not len(layers):
+        return "it has no list of decoder layers"
+    if any(run_by_document in added_forwards(type(module)) for module in layers.modules()):
+        return "some have a state and run document by document"
+    return ""
+
+
+def compiled_forward(model: nn.Module) -> CompiledForward | None:
+    """Return the compiled forward that the layers of a model have already, if any."""
+    forwards = (forward for layer in _layers(model) for forward in added_forwards(type(layer)))
+    return next((forward for forward in forwards if isinstance(forward, CompiledForward)), None)
+
+
+def _layers(model: nn.Module) -> nn.ModuleList:
+    """Return the list of decoder layers: the one with most weights."""
+    return max(
+        (module for module in model.modules() if isinstance(module, nn.ModuleList)),
+        key=lambda module: sum(p.numel() for p in module.parameters()),
+        default=nn.ModuleList(),
+    )
 
 
 class CompiledForward:
     """A layer's forward, compiled: see `class_swap.Forward`."""
 
-    def __init__(self, options: dict[str, Any]):
-        self._options, self._logged_group = options, False
+    def __init__(self, options: dict[str, Any], falls_back: bool = False):
+        """Compile nothing yet.
+
+        options: those of torch.compile; falls_back: run stock layers if the first compilation
+        fails, instead of raising.
+        """
+        self._settings = options, falls_back
+        self.failure = ""
+        """How the compilation failed."""
+        self._logged_group, self._works = False, False
+        options = {"fullgraph": True, "backend": recompute_backend, **options}
         self._compiled = cache(lambda stock: torch.compile(_bind(stock), **options))
 
     def __reduce__(self) -> tuple:
-        return CompiledForward, (self._options,)
+        return CompiledForward, self._settings
 
     def __call__(self, layer: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Any:
-        if not layer.training or torch.compiler.is_compiling():
+        if not layer.training or self.failure or _runs_eagerly():
             return None
         x = args[0] if args else kwargs["hidden_states"]
         boundaries = _boundaries(layer, x, kwargs)
@@ -100,7 +129,6 @@ class CompiledForward:
                 log.warning("sequence-parallel rows run uncompiled")
             self._logged_group = True
             return None
-        refuse_other_outputs()
         check_lengths(_configured(layer), boundaries)
         _mark_dynamic((args, kwargs), x.shape[1], boundaries.cu_seqlens)
         max_length: Any = torch.tensor(boundaries.max_length)
@@ -108,10 +136,28 @@ class CompiledForward:
         context = nullcontext()
         if current_varlen(layer) is not None:
             context = forward_context(Varlen(boundaries.cu_seqlens, max_length))
-        with context, torch._dynamo.config.patch(DYNAMO):
-            out, router_logits = self._compiled(stock)(layer, *args, **{**kwargs, **packed})
+        try:
+            with context, torch._dynamo.config.patch(DYNAMO):
+                out, router_logits = self._compiled(stock)(layer, *args, **{**kwargs, **packed})
+        except TorchDynamoException as error:
+            if self._works or not self._settings[1]:
+                raise
+            self.failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            log.warning("layers run uncompiled: torch.compile failed (%s)", self.failure)
+            return None
+        self._works = True
         collect_router_logits(router_logits)
         return out
+
+
+def _runs_eagerly() -> bool:
+    """Whether this forward needs stock layers: in an outer graph, or for what no graph returns."""
+    modes = torch.overrides._get_current_function_mode_stack()  # as in batch-invariant mode
+    return (
+        torch.compiler.is_compiling()
+        or wants_other_outputs()
+        or any(not isinstance(mode, DeviceContext) for mode in modes)
+    )
 
 
 def _bind(stock: Callable) -> Callable:
@@ -142,10 +188,8 @@ def _mark_dynamic(inputs: Any, tokens: int, cu_seqlens: Tensor) -> None:
     """Tell torch.compile that the length of rows and the number of sequences change."""
     torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
     for x in torch.utils._pytree.tree_leaves(inputs):
-        if isinstance(x, Tensor):
-            for dim in range(x.ndim):
-                if x.shape[dim] == tokens:
-                    torch._dynamo.maybe_mark_dynamic(x, dim)
+        if isinstance(x, Tensor) and tokens in x.shape:
+            torch._dynamo.maybe_mark_dynamic(x, x.shape.index(tokens))
 
 
 def recompute_backend(
@@ -155,7 +199,11 @@ def recompute_backend(
     import torch._functorch.config as functorch
     from torch._inductor.compile_fx import compile_fx
 
-    settings = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
+    # Inductor times variants of some kernels and takes the fastest: a resumed run could take others
+    # that round differently.
+    settings: dict[str, Any] = {"deterministic": True}
+    settings |= torch._inductor.list_mode_options(mode) if mode else {}
+    settings |= options or {}
     # With adapters, the input of a product feeds a second one: "used far apart", hence kept.
     keep_little = {
         "ban_recompute_materialized_backward": False,

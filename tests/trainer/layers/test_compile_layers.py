@@ -1,4 +1,4 @@
-"""Fixed shapes compile once: as many graphs as there must be, however the packs change."""
+"""Compiled layers: as many graphs as there must be, and the gradients of stock layers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import pytest
 import tiny_run
 import torch
 from nopad.collators import PackedCollator
-from nopad.trainer.fused import compile_layers
+from nopad.inference import batch_invariant
+from nopad.trainer.layers import compile_layers
 from nopad.trainer.loss import attach_loss
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
 @pytest.fixture(autouse=True)
@@ -110,14 +112,97 @@ def test_a_hook_that_comes_after_the_first_step_changes_compiled_layers():
     assert not torch.allclose(compiled(**batch).loss, before)
 
 
-def test_asking_compiled_layers_for_hidden_states_raises():
+def test_a_forward_that_asks_for_hidden_states_gets_them_uncompiled():
+    counter = CompileCounterWithBackend("eager")
     model, batch = tiny_run.model(), batches()[0]
     attach_loss(model)
+    expected = model(**batch, output_hidden_states=True).hidden_states
+    compile_layers(model, backend=counter)
+    states = model(**batch, output_hidden_states=True).hidden_states
+    assert all(map(torch.equal, states, expected)) and counter.frame_count == 0
+    model(**batch)
+    assert counter.frame_count == 1
+
+
+def test_batch_invariant_mode_runs_uncompiled():
+    counter = CompileCounterWithBackend("eager")
+    model, batch = tiny_run.model(), batches()[0]
+    compile_layers(model, backend=counter)
+    with batch_invariant(64):
+        model(**batch)
+    assert counter.frame_count == 0
+    with torch.device("cpu"):
+        model(**batch)
+    assert counter.frame_count == 1
+
+
+def adapted(model, **options):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(model, config, **options)
+
+
+@pytest.mark.parametrize("way", ["adapters", "checkpointed", "autocast"])
+def test_compiled_layers_have_the_gradients_of_stock_ones(way):
+    stock, batch = tiny_run.model(), batches()[0]
+    if way == "adapters":
+        stock = adapted(stock)
+    if way == "checkpointed":
+        stock.gradient_checkpointing_enable()
+    compiled = deepcopy(stock)
+    compile_layers(compiled, backend="aot_eager")
+    for model in (stock, compiled):
+        attach_loss(model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            model(**batch).loss.backward()
+    gradients = (
+        {n: p.grad for n, p in m.named_parameters() if p.grad is not None}
+        for m in (compiled, stock)
+    )
+    assert tiny_run.distance(*gradients) < (2e-2 if way == "autocast" else 2e-6)
+
+
+def test_adapters_are_switched_off_and_on_in_compiled_layers():
+    model, batch = adapted(tiny_run.model()), batches()[0]
     compile_layers(model, backend="eager")
-    before = model(**batch).loss
-    with pytest.raises(ValueError, match=r"^compiled layers cannot return output_hidden_states"):
-        model(**batch, output_hidden_states=True)
-    assert torch.equal(model(**batch).loss, before)
+    adapters = model(**batch).loss
+    with model.disable_adapter():
+        assert not torch.equal(model(**batch).loss, adapters)
+    assert torch.equal(model(**batch).loss, adapters)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["bf16 weights", "autocast", "adapters", "checkpointed"])
+def test_a_bf16_step_is_as_near_to_fp32_as_with_stock_layers(way):
+    tokens = torch.randint(1, 300, (1, 500), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": piece.tolist()} for piece in tokens[0].split([90, 200, 210])]
+    batch = {k: v.cuda() if torch.is_tensor(v) else v for k, v in PackedCollator()(rows).items()}
+
+    def gradients(low: bool, attention: str) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        config = LlamaConfig(vocab_size=300, hidden_size=128, intermediate_size=320,
+                             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                             attn_implementation=attention)  # fmt: skip
+        model = LlamaForCausalLM(config).cuda()
+        if way == "adapters":
+            model = adapted(model, autocast_adapter_dtype=False)
+        if way == "checkpointed":
+            model.gradient_checkpointing_enable()
+        if low and way in ("bf16 weights", "adapters"):
+            model = model.to(torch.bfloat16)
+        if attention == "nopad":
+            attach_loss(model)
+            compile_layers(model)
+        autocast = low and way in ("autocast", "checkpointed")
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            model.train()(**batch).loss.backward()
+        return {n: p.grad.float() for n, p in model.named_parameters() if p.requires_grad}
+
+    gold, low, ours = gradients(False, "sdpa"), gradients(True, "sdpa"), gradients(True, "nopad")
+    for name, gradient in ours.items():
+        error, allowed = ((g - gold[name]).norm() for g in (gradient, low[name]))
+        assert error <= 2 * allowed, name
 
 
 def test_a_forward_without_boundaries_runs_as_without_compiled_layers():
@@ -129,17 +214,18 @@ def test_a_forward_without_boundaries_runs_as_without_compiled_layers():
 
 
 @pytest.mark.slow
-def test_normed_and_gated_states_are_not_kept_for_the_backward():
-    model, batch = tiny_run.model(), batches()[0]
+@pytest.mark.parametrize("prepare", [lambda model: model, adapted])
+def test_normed_and_gated_states_are_not_kept_for_the_backward(prepare):
+    model, batch = prepare(tiny_run.model()), batches()[0]
     attach_loss(model)
 
     def kept(layers_compiled: dict) -> int:
         torch._dynamo.reset()
-        compile_layers(model, **layers_compiled)
-        sizes = {}
+        compiled, sizes = compile_layers(model, **layers_compiled), {}
         keep = lambda x: sizes.__setitem__(x.untyped_storage().data_ptr(), x.nbytes) or x  # noqa: E731
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             model(**batch)
+        compiled.undo()
         return sum(sizes.values())
 
     assert kept({}) < 0.9 * kept({"backend": "inductor"})
