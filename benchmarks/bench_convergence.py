@@ -32,7 +32,7 @@ import torch
 from nopad.attention import register
 from nopad.collators import PackedCollator, PaddedCollator
 from nopad.packing import IGNORE_INDEX, Pack, PackedDataset
-from nopad.trainer.fused import fuse_layers
+from nopad.trainer.layers import prepare_layers
 from nopad.trainer.loss import attach_loss
 from record import header, write_record
 from torch import Tensor
@@ -96,7 +96,7 @@ class Convergence:
         model = LlamaForCausalLM(self.config).to(self.device).train()
         if way == "packed":
             attach_loss(model)
-            fuse_layers(model)
+            prepare_layers(model, self.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
         schedule = get_cosine_schedule_with_warmup(optimizer, self.steps // 20, self.steps)
         losses: list[Tensor] = []

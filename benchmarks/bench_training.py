@@ -36,7 +36,7 @@ from nopad.attention import register
 from nopad.collators import PackedCollator, PaddedCollator
 from nopad.packing import IGNORE_INDEX, PackedDataset
 from nopad.trainer.data import PackedLoader
-from nopad.trainer.fused import compile_layers, fuse_layers
+from nopad.trainer.layers import compile_layers
 from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring import ModelFlops
 from power_monitor import PowerMonitor
@@ -269,22 +269,16 @@ def run_liger(bench: Bench, sft: bool = False) -> None:
             setattr(modeling_llama, name, original)
 
 
-def run_nopad(
-    bench: Bench, name: str, compiled: str, sft: bool = False, sequence_group=None, **collator
-) -> None:
-    """compiled: "fullgraph", "breaks" (graph breaks are allowed), or "" for fused layers."""
+def run_nopad(bench: Bench, sft: bool = False, sequence_group=None) -> None:
+    """Train compiled layers, or, with a group of ranks that share rows, stock ones."""
     register()
     model = bench.model("nopad")
     attach_loss(model, sequence_group=sequence_group)
-    if compiled:
-        compile_layers(model, fullgraph=compiled == "fullgraph")
-    fused = None if compiled else fuse_layers(model)
-    try:
-        batches = bench.batches(PackedCollator(**collator), sft)
-        bench.run(variant_name(f"nopad {name}", sft), model, batches)
-    finally:
-        if fused:
-            fused.undo()
+    name = "nopad, one SP rank"
+    if sequence_group is None:
+        compile_layers(model)
+        name = "nopad"
+    bench.run(variant_name(name, sft), model, bench.batches(PackedCollator(), sft))
 
 
 def run_one_rank(bench: Bench) -> None:
@@ -292,7 +286,7 @@ def run_one_rank(bench: Bench) -> None:
     backend = "gloo" if bench.device.type == "cpu" else "nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        run_nopad(bench, "eager, one SP rank", "", sequence_group=dist.group.WORLD)
+        run_nopad(bench, sequence_group=dist.group.WORLD)
     finally:
         dist.destroy_process_group()
 
@@ -302,21 +296,15 @@ def variant_name(name: str, sft: bool) -> str:
 
 
 def variants(bench: Bench) -> dict[str, Callable[[], None]]:
-    padded = {"pad_to_budget": True}
-    fixed = {"fixed_sequences": 64, "max_length": bench.max_length}
     return {
-        "compiled": lambda: run_nopad(bench, "compiled, T fixed", "fullgraph", **padded),
-        "eager": lambda: run_nopad(bench, "eager", ""),
+        "nopad": lambda: run_nopad(bench),
         "sequence-parallel": lambda: run_one_rank(bench),
         "liger": lambda: run_liger(bench),
         "flattening": lambda: run_flattening(bench),
         "padded": lambda: run_padded(bench),
-        "sft-compiled": lambda: run_nopad(bench, "compiled, T fixed", "fullgraph", True, **padded),
-        "sft-eager": lambda: run_nopad(bench, "eager", "", True),
+        "sft-nopad": lambda: run_nopad(bench, True),
         "sft-liger": lambda: run_liger(bench, True),
         "sft-flattening": lambda: run_flattening(bench, True),
-        "fixed": lambda: run_nopad(bench, "compiled, all shapes fixed", "fullgraph", **fixed),
-        "broken": lambda: run_nopad(bench, "compiled, with graph breaks", "breaks", **padded),
     }
 
 
@@ -363,12 +351,12 @@ def build_record(bench: Bench) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", type=Path, help="also write the JSON record to this file")
-    parser.add_argument("--only", nargs="*", help="variants to run: compiled, eager, liger, ...")
+    parser.add_argument("--only", nargs="*", help="variants to run: hf, lora-1b, nopad, ...")
     parser.add_argument("--repeats", type=int, default=3, help="of the trainings as users start")
     parser.add_argument("--profile", action="store_true", help="list the kernels of three steps")
     parser.add_argument("--tiny", action="store_true", help="small shape, for any machine")
     parser.add_argument("--grid", type=Path, help="measure cells of training/grid.py into FILE")
-    parser.add_argument("--arms", nargs="*", help="of the grid: stock, fused, compiled")
+    parser.add_argument("--arms", nargs="*", help="of the grid: stock, nopad")
     parser.add_argument(
         "--seconds", type=float, default=480, help="start no cell of the grid later"
     )
@@ -383,9 +371,7 @@ def main() -> None:
     )
     run_users(bench, args.only, args.repeats, args.record)
     for name, variant in variants(bench).items():
-        # Graph breaks are a fallback: run that variant only if compiling the full graph failed.
-        skipped = name == "broken" and any("compiled" in done for done in bench.results)
-        if name in args.only if args.only else not skipped:
+        if not args.only or name in args.only:
             with isolated_variant(bench):
                 variant()
             # After every variant: one that hangs must not lose the results of the others.

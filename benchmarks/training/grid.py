@@ -4,9 +4,8 @@ A cell is a model with random weights in the shape of a known one, and a mode: f
 fp32 weights under bf16 autocast, the same with gradient checkpointing, or LoRA on a bf16 base. Its
 arms train on the same packs in the same process, in turn:
 
-    stock       HF Trainer, flattening collator, liger-kernel, `attention` of the cell
-    fused       PackedTrainer, fused layers
-    compiled    PackedTrainer after `compile_layers`
+    stock    HF Trainer, flattening collator, liger-kernel, `attention` of the cell
+    nopad    PackedTrainer with its defaults
 
 The losses of all arms are recorded: a peer whose loss is off is no peer.
 """
@@ -21,7 +20,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from .documents import random_documents
 from .front_ends import Run, hf_nopad, hf_stock
-from .users import add_adapters, compile_model
+from .users import add_adapters
 
 
 @dataclass(frozen=True)
@@ -113,8 +111,7 @@ CELLS = {
 
 ARMS: dict[str, Callable[[Run, Any], None]] = {
     "stock": hf_stock,
-    "fused": hf_nopad,
-    "compiled": partial(hf_nopad, before=compile_model),
+    "nopad": hf_nopad,
 }
 
 

@@ -1,7 +1,6 @@
 """Trainings as users start them, each beside the stock one with liger-kernel on the same packs.
 
 hf, accelerate, lightning    README's lines, fp32 weights under bf16 autocast
-compiled                     HF Trainer after `compile_layers(model)`
 accumulation-4, -16          HF Trainer, micro-batches per step
 checkpointing                HF Trainer with gradient checkpointing
 fsdp2                        `fully_shard` with bf16 parameters, a loop of one's own
@@ -73,12 +72,10 @@ def user_variants(
     )
     long = {"config": {"max_position_embeddings": 8 * budget}}
     offloaded = partial(hf_nopad, before=offload_model)
-    compiled = partial(hf_nopad, before=compile_model)
     return {
         "hf": Variant(hf_nopad, hf_stock, run),
         "accelerate": Variant(accelerate_nopad, accelerate_stock, run),
         "lightning": Variant(lightning_nopad, lightning_stock, run),
-        "compiled": Variant(compiled, hf_stock, run),
         "accumulation-4": Variant(hf_nopad, hf_stock, replace(few, accumulation=4)),
         "accumulation-16": Variant(
             hf_nopad, hf_stock, replace(few, accumulation=16, warmup_steps=1, timed_steps=2)
@@ -162,12 +159,6 @@ def _stock_modules() -> Iterator[None]:
         LlamaForCausalLM.forward = forward
 
 
-def compile_model(model: Any) -> None:
-    from nopad import compile_layers
-
-    compile_layers(model)
-
-
 def offload_model(model: Any) -> None:
     from nopad import offload_checkpoints
 
@@ -182,11 +173,11 @@ def add_adapters(model: Any) -> Any:
 
 
 def fsdp_nopad(run: Run, model: Any) -> None:
-    from nopad import attach_loss, fuse_layers
+    from nopad import attach_loss, compile_layers
     from nopad.trainer.data import PackedLoader
 
     attach_loss(model)
-    fuse_layers(model)
+    compile_layers(model)
     batches = PackedLoader(run.dataset(), num_workers=1, pin_memory=True)
     _fsdp_loop(run, model, batches)
 
