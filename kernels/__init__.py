@@ -19,8 +19,6 @@ if TYPE_CHECKING:
         add_rms_norm,
         add_rms_norm_split_k,
         rms_norm,
-        rms_norm_backward,
-        rms_norm_forward,
     )
     from .paged_decode import (
         MIN_SPLIT_KEYS,
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     )
     from .paged_prefill import PrefillTiles, paged_attention_prefill
     from .qkv_write import QKTransform, write_qkv
-    from .rotary import apply_rotary, rotate_heads
+    from .rotary import apply_rotary
     from .skinny_gemm import (
         MAX_GEMM_ROWS,
         GemmTiles,
@@ -39,14 +37,13 @@ if TYPE_CHECKING:
         gemm_tiles,
         split_k_gemm,
     )
-    from .swiglu import TRAINING_BLOCK, silu_mul, silu_mul_backward
+    from .swiglu import silu_mul
     from .tokens import argmax, argmax_into, copy_words, embed, fill_last_tokens
 
 __all__ = [
     "MAX_FUSED_SEQS",
     "MAX_GEMM_ROWS",
     "MIN_SPLIT_KEYS",
-    "TRAINING_BLOCK",
     "DecodeTiles",
     "GemmTiles",
     "PrefillTiles",
@@ -71,12 +68,8 @@ __all__ = [
     "paged_attention_prefill",
     "programs_per_kv_head",
     "rms_norm",
-    "rms_norm_backward",
-    "rms_norm_forward",
-    "rotate_heads",
     "scale_tensor",
     "silu_mul",
-    "silu_mul_backward",
     "sm_count",
     "split_k_gemm",
     "supports_pdl",
@@ -95,8 +88,6 @@ _MODULES = {
         "add_rms_norm",
         "add_rms_norm_split_k",
         "rms_norm",
-        "rms_norm_backward",
-        "rms_norm_forward",
     ),
     "paged_decode": (
         "MIN_SPLIT_KEYS",
@@ -106,7 +97,7 @@ _MODULES = {
     ),
     "paged_prefill": ("PrefillTiles", "paged_attention_prefill"),
     "qkv_write": ("QKTransform", "write_qkv"),
-    "rotary": ("apply_rotary", "rotate_heads"),
+    "rotary": ("apply_rotary",),
     "skinny_gemm": (
         "MAX_GEMM_ROWS",
         "GemmTiles",
@@ -115,7 +106,7 @@ _MODULES = {
         "gemm_tiles",
         "split_k_gemm",
     ),
-    "swiglu": ("TRAINING_BLOCK", "silu_mul", "silu_mul_backward"),
+    "swiglu": ("silu_mul",),
     "tokens": ("argmax", "argmax_into", "copy_words", "embed", "fill_last_tokens"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

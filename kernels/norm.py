@@ -1,15 +1,11 @@
-"""RMSNorm, with the residual add before it and its backward.
+"""RMSNorm, with the residual add before it.
 
     x [rows, width] ────+──▶ residual ─▶ RMSNorm ─▶ out
-    deltas [S, rows, width] ┘               └─▶ rstd [rows], for the backward
+    deltas [S, rows, width] ┘
 
-One forward kernel serves training and generation. Its flags select what is added to x (nothing, one
-tensor, or the S partial sums of a split-K product), whether the inverse RMS is stored, and whether
-x holds strided heads. The arithmetic is that of the Transformers modules: fp32 inside, rounded to
-the dtype of x before the gain.
-
-In the backward each program sums the gain's gradient in registers over its rows; a second kernel
-adds up the programs' sums.
+Flags of the kernel select what is added to x (nothing, one tensor, or the S partial sums of a
+split-K product), and whether x holds strided heads. The arithmetic is that of the Transformers
+modules: fp32 inside, rounded to the dtype of x before the gain.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
@@ -24,15 +20,11 @@ from torch import Tensor
 
 from .launch import row_block
 
-BACKWARD_PROGRAMS = 264
-SUM_ROWS, SUM_COLUMNS = 128, 32
-"""Block of partial gain gradients that is summed at once."""
-
 
 @triton.jit(do_not_specialize=["num_rows", "num_heads", "token_stride"])
 def _forward_kernel(
-    x, deltas, weight, residual, out, rstd, eps, num_rows, width, num_heads, token_stride,
-    NUM_DELTAS: tl.constexpr, STRIDED: tl.constexpr, STORE_RSTD: tl.constexpr,
+    x, deltas, weight, residual, out, eps, num_rows, width, num_heads, token_stride,
+    NUM_DELTAS: tl.constexpr, STRIDED: tl.constexpr,
     BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Normalize one row; results are rounded to the dtype of `residual`."""
@@ -57,8 +49,6 @@ def _forward_kernel(
         tl.store(residual + row * width + offs, value, mask=mask)
         value = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value) / width + eps)
-    if STORE_RSTD:
-        tl.store(rstd + row, scale)
     normed = (value * scale).to(dtype).to(tl.float32)
     tl.store(out + row * width + offs, normed * gain, mask=mask)
 
@@ -71,11 +61,8 @@ def _check_shapes(x: Tensor, weight: Tensor, delta: Tensor | None = None) -> Non
         raise ValueError(f"{list(delta.shape)} cannot be added to a residual {list(x.shape)}")
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Normalize the last dimension of x and multiply by the gain.
-
-    out_dtype: dtype of the result; default: the wider dtype of x and the gain.
-    """
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalize the last dimension of x and multiply by the gain."""
     _check_shapes(x, weight)
     width = x.shape[-1]
     # Heads [1, T, H, D] may be a slice of a wider projection: tokens are then strided.
@@ -83,14 +70,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype | Non
     if not strided:
         x = x.contiguous()
     num_heads, token_stride = (x.shape[2], x.stride(1)) if strided else (1, 0)
-    out_dtype = out_dtype or torch.promote_types(x.dtype, weight.dtype)
-    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
     block, num_warps = row_block(width)
     if x.numel():
         num_rows = x.numel() // width
         _forward_kernel[(num_rows,)](
-            x, x, weight, x, out, x, eps, num_rows, width, num_heads, token_stride,
-            0, strided, False, block, False, num_warps=num_warps,
+            x, x, weight, x, out, eps, num_rows, width, num_heads, token_stride,
+            0, strided, block, False, num_warps=num_warps,
         )  # fmt: skip
     return out
 
@@ -106,8 +93,8 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
     if x.numel():
         num_rows = x.numel() // width
         _forward_kernel[(num_rows,)](
-            x, delta, weight, residual, out, x, eps, num_rows, width, 1, 0,
-            1, False, False, block, False, num_warps=num_warps,
+            x, delta, weight, residual, out, eps, num_rows, width, 1, 0,
+            1, False, block, False, num_warps=num_warps,
         )  # fmt: skip
     return residual, out
 
@@ -124,102 +111,8 @@ def add_rms_norm_split_k(
     residual, out = torch.empty_like(x) if len(partials) else x, torch.empty_like(x)
     block = triton.next_power_of_2(width)
     _forward_kernel[(num_rows,)](
-        x, partials, weight, residual, out, x, eps, num_rows, width, 1, 0,
-        len(partials), False, False, block, use_pdl,
+        x, partials, weight, residual, out, eps, num_rows, width, 1, 0,
+        len(partials), False, block, use_pdl,
         num_warps=max(1, min(8, block // 256)), launch_pdl=use_pdl,
     )  # fmt: skip
     return residual, out
-
-
-def rms_norm_forward(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the residual (x, or x + delta in x's dtype), its RMSNorm, and 1 / RMS of each row.
-
-    x is contiguous and no narrower than `delta`.
-    """
-    _check_shapes(x, weight, delta)
-    width = x.shape[-1]
-    num_rows = x.numel() // width
-    residual = x if delta is None else torch.empty_like(x)
-    out = torch.empty_like(x, dtype=out_dtype)
-    rstd = x.new_empty(num_rows, dtype=torch.float32)
-    block, num_warps = row_block(width)
-    if num_rows:
-        _forward_kernel[(num_rows,)](
-            x, x if delta is None else delta.contiguous(), weight, residual, out, rstd, eps,
-            num_rows, width, 1, 0,
-            0 if delta is None else 1, False, True, block, False, num_warps=num_warps,
-        )  # fmt: skip
-    return residual, out, rstd
-
-
-@triton.jit
-def _backward_kernel(
-    d_out, d_residual, x, weight, rstd, d_x, d_delta, d_weight_sums, num_rows, width,
-    ADD_RESIDUAL: tl.constexpr, STORE_DELTA: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    offs = tl.arange(0, BLOCK)
-    mask = offs < width
-    gain = tl.load(weight + offs, mask=mask, other=0.0).to(tl.float32)
-    d_gain = tl.zeros([BLOCK], tl.float32)
-    for row in tl.range(tl.program_id(0), num_rows, tl.num_programs(0), num_stages=3):
-        offs_x = tl.cast(row, tl.int64) * width + offs
-        scale = tl.load(rstd + row)
-        normed = tl.load(x + offs_x, mask=mask, other=0.0).to(tl.float32) * scale
-        grad = tl.load(d_out + offs_x, mask=mask, other=0.0).to(tl.float32)
-        d_gain += grad * normed.to(x.dtype.element_ty).to(tl.float32)
-        grad *= gain
-        projection = tl.sum(grad * normed) / width
-        grad = scale * (grad - normed * projection)
-        if ADD_RESIDUAL:
-            grad += tl.load(d_residual + offs_x, mask=mask, other=0.0).to(tl.float32)
-        tl.store(d_x + offs_x, grad, mask=mask)
-        if STORE_DELTA:
-            tl.store(d_delta + offs_x, grad, mask=mask)
-    tl.store(d_weight_sums + tl.program_id(0) * width + offs, d_gain, mask=mask)
-
-
-@triton.jit
-def _sum_kernel(sums, out, num_sums, width, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)[None, :]
-    acc = tl.zeros([BLOCK_COLUMNS], tl.float32)
-    for start in range(0, num_sums, BLOCK_ROWS):
-        row = start + tl.arange(0, BLOCK_ROWS)[:, None]
-        mask = (row < num_sums) & (column < width)
-        acc += tl.sum(tl.load(sums + row * width + column, mask=mask, other=0.0), 0)
-    offs = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    tl.store(out + offs, acc, mask=offs < width)
-
-
-def rms_norm_backward(
-    d_out: Tensor,
-    d_residual: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    wants_weight: bool,
-    delta_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of x, of the delta before it and, if asked for, of the gain.
-
-    x is the normalized tensor. `d_residual`, the gradient that bypasses the norm, is added in the
-    same pass. The delta's gradient is that of x, rounded to `delta_dtype` in the same pass.
-    """
-    d_out, width, num_rows = d_out.contiguous(), x.shape[-1], rstd.numel()
-    programs = max(1, min(BACKWARD_PROGRAMS, num_rows))
-    d_x, d_weight = torch.empty_like(x), None
-    d_delta = d_x if delta_dtype == x.dtype else torch.empty_like(x, dtype=delta_dtype)
-    sums = x.new_empty(programs, width, dtype=torch.float32)
-    block, num_warps = row_block(width)
-    _backward_kernel[(programs,)](
-        d_out, d_out if d_residual is None else d_residual.contiguous(), x, weight, rstd, d_x,
-        d_delta, sums, num_rows, width, d_residual is not None, d_delta is not d_x, block,
-        num_warps=num_warps,
-    )  # fmt: skip
-    if wants_weight:
-        d_weight = torch.empty_like(weight)
-        _sum_kernel[(triton.cdiv(width, SUM_COLUMNS),)](
-            sums, d_weight, programs, width, SUM_ROWS, SUM_COLUMNS, num_warps=8
-        )
-    return d_x, d_delta, d_weight

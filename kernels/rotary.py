@@ -1,7 +1,6 @@
-"""Rotary position embedding of queries and keys (the rotate-half form), forward and backward.
+"""Rotary position embedding of queries and keys (the rotate-half form).
 
-One program takes a token and loads its angles once for all heads of q and k. The backward is the
-same kernel with the rotation inverted.
+One program takes a token and loads its angles once for all heads of q and k.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
@@ -17,7 +16,7 @@ from torch import Tensor
 def _rotary_kernel(
     q, k, q_out, k_out, cos, sin, q_stride_t, q_stride_h, k_stride_t, k_stride_h,
     q_out_stride_t, k_out_stride_t, cos_stride_t, q_heads, k_heads,
-    INVERSE: tl.constexpr, BLOCK_Q_HEADS: tl.constexpr, BLOCK_K_HEADS: tl.constexpr,
+    BLOCK_Q_HEADS: tl.constexpr, BLOCK_K_HEADS: tl.constexpr,
     HALF: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -28,8 +27,6 @@ def _rotary_kernel(
     cos2 = tl.load(cos + offs_cos + HALF, mask=mask, other=0.0).to(tl.float32)
     sin1 = tl.load(sin + offs_cos, mask=mask, other=0.0).to(tl.float32)
     sin2 = tl.load(sin + offs_cos + HALF, mask=mask, other=0.0).to(tl.float32)
-    if INVERSE:
-        sin1, sin2 = -sin2, -sin1
     _rotate_heads(
         q + token * q_stride_t, q_out + token * q_out_stride_t, q_stride_h, q_heads,
         cos1, cos2, sin1, sin2, BLOCK_Q_HEADS, HALF, BLOCK_D,
@@ -56,31 +53,15 @@ def _rotate_heads(
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate q [1, H, T, D] and k [1, Hkv, T, D] by cos and sin [1, T, D]; same shapes out."""
-    q_out, k_out = rotate_heads(q, k, cos, sin)
-    return q_out.transpose(1, 2), k_out.transpose(1, 2)
-
-
-def rotate_heads(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Rotate q [1, H, T, D] and k [1, Hkv, T, D] into tensors [1, T, H, D] and [1, T, Hkv, D].
-
-    `inverse` is the backward. Its results are slices of one tensor [1, T, H + Hkv, D], so that a
-    single matrix product can read both.
-    """
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     (_, heads, tokens, dim), kv_heads = q.shape, k.shape[1]
-    if inverse:
-        joint = q.new_empty(1, tokens, heads + kv_heads, dim)
-        q_out, k_out = joint[:, :, :heads], joint[:, :, heads:]
-    else:
-        q_out = q.new_empty(1, tokens, heads, dim)
-        k_out = k.new_empty(1, tokens, kv_heads, dim)
+    q_out = q.new_empty(1, tokens, heads, dim)
+    k_out = k.new_empty(1, tokens, kv_heads, dim)
     if tokens:
         _rotary_kernel[(tokens,)](
             q, k, q_out, k_out, cos, sin, q.stride(2), q.stride(1), k.stride(2), k.stride(1),
-            q_out.stride(1), k_out.stride(1), cos.stride(1), heads, kv_heads, inverse,
+            q_out.stride(1), k_out.stride(1), cos.stride(1), heads, kv_heads,
             triton.next_power_of_2(heads), triton.next_power_of_2(kv_heads),
             dim // 2, triton.next_power_of_2(dim // 2), num_warps=4,
         )  # fmt: skip
-    return q_out, k_out
+    return q_out.transpose(1, 2), k_out.transpose(1, 2)

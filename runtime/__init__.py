@@ -24,7 +24,6 @@ from .ranks import destroy_group, init_group, rank, world_size
 from .rng_state import gather_rng_states, load_rng_states, preserve_rng, rng_states
 from .stock_modules import STOCK_CLASS, global_of, rebind_global, rms_norm_eps, stock_class
 from .unwrap_model import unwrap_model, unwrap_peft
-from .weight_cast import cast_weight
 
 __all__ = [
     "STOCK_CLASS",
@@ -34,7 +33,6 @@ __all__ = [
     "RankError",
     "all_ranks_or_none",
     "barrier",
-    "cast_weight",
     "data_rank_and_size",
     "destroy_group",
     "draw_counts",

@@ -1,4 +1,4 @@
-"""Rotary embeddings against the Transformers function, forward and backward."""
+"""Rotary embeddings against the Transformers function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from nopad.kernels import apply_rotary, rotate_heads
+from nopad.kernels import apply_rotary
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -33,15 +33,3 @@ def test_a_last_dimension_with_a_stride_is_read_right(inputs):
     q, k = (x.mT.contiguous().mT for x in (q, k))
     assert q.stride(-1) != 1
     assert_close(apply_rotary(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin))
-
-
-def test_the_inverse_is_the_gradient_in_one_tensor(inputs):
-    q, k, cos, sin = inputs
-    q, k = q.clone().requires_grad_(), k.clone().requires_grad_()
-    outs = apply_rotary_pos_emb(q, k, cos, sin)
-    d_outs = [torch.randn_like(out) for out in outs]
-    expected = torch.autograd.grad(outs, (q, k), d_outs)
-    d_q, d_k = rotate_heads(*d_outs, cos, sin, inverse=True)
-    assert_close((d_q.transpose(1, 2), d_k.transpose(1, 2)), expected)
-    assert d_k.storage_offset() == d_q.storage_offset() + d_q[0, 0].numel()
-    assert d_q.stride() == d_k.stride()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tiny_run
@@ -90,3 +95,16 @@ def test_experts_train_in_any_precision(kind, precision, tmp_path, capsys):
     experts.to(DEVICE, torch.bfloat16 if precision == "bf16" else torch.float32)
     assert hf(experts, dataset(), tmp_path, use_cpu=False, bf16=precision == "autocast")
     assert "leak check 0.0" in capsys.readouterr().out
+
+
+def test_a_fresh_process_with_a_cold_cache_trains_the_same_bits(tmp_path):
+    script = Path(__file__).parent / "support" / "compiled_child.py"
+    digests = [
+        subprocess.run(
+            [sys.executable, script],
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / name)},
+            capture_output=True, text=True, check=True,
+        ).stdout.splitlines()[-1]
+        for name in ("first", "second")
+    ]  # fmt: skip
+    assert digests[0] == digests[1] and len(digests[0]) > 16

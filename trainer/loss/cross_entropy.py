@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ...packing import IGNORE_INDEX
-from ...runtime import cast_weight
 
 CHUNK_BYTES = 1 << 31
 """Largest chunk of logits on an accelerator."""
@@ -65,7 +64,7 @@ def linear_cross_entropy(
     dtype, product_weight = hidden.dtype, weight
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-        product_weight = cast_weight(weight, dtype)
+        product_weight = weight.detach().to(dtype)
         bias = None if bias is None else bias.to(dtype)
     if token_weights is None:
         token_weights = torch.ones_like(targets, dtype=_wide(dtype))
