@@ -19,20 +19,6 @@ import pytest
 
 TESTS = Path(__file__).parent
 FAULTS = {
-    "a copy of a weight outlives its step": (
-        "runtime/test_weight_cast.py",
-        "nopad.runtime.weight_cast", "register_optimizer_step_post_hook = lambda hook: None",
-    ),
-    "nobody fuses the layers": (
-        "trainer/test_fused_by_default.py", "nopad.trainer.with_hf.trainer",
-        "begin = PackedTrainerMixin.__init__\n"
-        "PackedTrainerMixin.__init__ = lambda self, *a, **k: begin(\n"
-        "    self, *a, **{**k, 'fused': False})",
-    ),
-    "an adapter has no gradient": (
-        "trainer/fused/test_interpreted.py", "nopad.trainer.fused.linear_group",
-        "low_rank_gradient = lambda *_: None",
-    ),
     "a place in a shard is one pack behind": (
         "packing/sources/test_source_raises.py", "nopad.packing.readers.shard_reader",
         "right = ShardReader.next_pack\n"
@@ -907,20 +893,6 @@ FAULTS = {
         "test_who_uses_logits_that_were_not_computed_is_told_how_to_get_them",
         "nopad.trainer.loss.head_bypass", "NoLogits = lambda: None",
     ),
-    "an activation is looked at once": (
-        "trainer/fused/test_interpreted.py",
-        "nopad.trainer.fused.fusion_patterns", "has_no_hooks = lambda module: True",
-    ),
-    "a norm may be wider than its gain": (
-        "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fusion_patterns",
-        "right = RMSNormPart.forward\n"
-        "def forward(module, fallback, *args, **kwargs):\n"
-        "    if len(args) != 1 or kwargs or not can_run(args[0]) or not is_as_verified(module):\n"
-        "        return right(module, fallback, *args, **kwargs)\n"
-        "    from .rms_norm import rms_norm\n"
-        "    return rms_norm(args[0], module.weight, rms_norm_eps(module))\n"
-        "RMSNormPart.forward = staticmethod(forward)",
-    ),
     "a count that is dropped is lost": (
         "trainer/with_hf/test_trainer.py::"
         "test_the_gradient_of_a_step_is_that_of_its_samples_one_by_one",
@@ -1238,35 +1210,6 @@ FAULTS = {
         "    return SimpleNamespace(result=lambda: result)\n"
         "ThreadPoolExecutor = lambda count: nullcontext(SimpleNamespace(submit=submit))",
     ),
-    "a fused forward is verified for ever": (
-        "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fusion_patterns",
-        "is_as_verified = lambda module: True",
-    ),
-    "modules of one size are taken for one another": (
-        "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fuse_layers",
-        "right = vars\n"
-        "vars = lambda owner: right(owner) if isinstance(owner, type) else {}\n"
-        "settings = lambda module: {}",
-    ),
-    "a patched class runs its fused forward": (
-        "trainer/fused/test_interpreted.py", "nopad.trainer.fused.class_swap",
-        "right = fused_subclass\n"
-        "def chain(fused, fallback):\n"
-        "    def forward(self, *a, **k):\n"
-        "        out = fused(self, fallback, *a, **k)\n"
-        "        return fallback(self, *a, **k) if out is None else out\n"
-        "    return forward\n"
-        "def fused_subclass(stock, *forwards):\n"
-        "    cls = right(stock, *forwards)\n"
-        "    cls.forward = getattr(cls, VERIFIED)\n"
-        "    for fused in forwards:\n"
-        "        cls.forward = chain(fused, cls.forward)\n"
-        "    return cls",
-    ),
-    "globals are read once": (
-        "trainer/fused/test_interpreted.py", "nopad.trainer.fused.fusion_patterns",
-        "has_globals_of = lambda fused, forward: True",
-    ),
     "every rank has a verdict of its own": (
         "trainer/monitoring/test_packing_check.py::test_what_one_rank_finds_stops_all_of_them",
         "nopad.trainer.monitoring.preflight",
@@ -1311,14 +1254,41 @@ FAULTS = {
         "find_damage = lambda folder: None",
     ),
     "compiled layers ignore later hooks": (
-        "trainer/fused/test_compile_layers.py::"
+        "trainer/layers/test_compile_layers.py::"
         "test_a_hook_that_comes_after_the_first_step_changes_compiled_layers",
-        "nopad.trainer.fused.compile_layers",
+        "nopad.trainer.layers.compile_layers",
         "DYNAMO['skip_nnmodule_hook_guards'] = True",
     ),
+    "any experts are grouped": (
+        "trainer/layers/test_experts.py", "nopad.trainer.layers.experts",
+        "outputs_match = lambda *_: True",
+    ),
+    "a resumed run forgets its layers": (
+        "trainer/test_layers_by_default.py", "nopad.trainer.with_hf.trainer",
+        "right = prepare_layers\n"
+        "prepare_layers = lambda *a, saved=None, **k: right(*a, **k)",
+    ),
+    "a compilation that fails ends the run": (
+        "trainer/layers/test_prepare_layers.py", "nopad.trainer.layers.compile_layers",
+        "TorchDynamoException = ZeroDivisionError",
+    ),
+    "a patched class runs our forward": (
+        "trainer/layers/test_class_swap.py", "nopad.trainer.layers.class_swap",
+        "right = _subclass\n"
+        "def _subclass(stock, own, *forwards):\n"
+        "    cls, forward = right(stock, own, *forwards), own\n"
+        "    for added in forwards:\n"
+        "        forward = _with_fallback(added, forward)\n"
+        "    cls.forward = forward\n"
+        "    return cls",
+    ),
+    "every forward is compiled": (
+        "trainer/layers/test_compile_layers.py", "nopad.trainer.layers.compile_layers",
+        "_runs_eagerly = lambda: False",
+    ),
     "every pack is compiled": (
-        "trainer/fused/test_compile_layers.py::test_one_graph_serves_all_layers_and_packs",
-        "nopad.trainer.fused.compile_layers", "torch._dynamo.maybe_mark_dynamic = lambda *_: None",
+        "trainer/layers/test_compile_layers.py::test_one_graph_serves_all_layers_and_packs",
+        "nopad.trainer.layers.compile_layers", "torch._dynamo.maybe_mark_dynamic = lambda *_: None",
     ),
     "a validation clears the gradients of a manual step": (
         "trainer/with_lightning/test_own_steps.py::"

@@ -74,7 +74,8 @@ def test_a_mixed_precision_step_is_that_of_samples_one_by_one(attention, option,
     )
     banner = capsys.readouterr().out
     assert "leak check 0.0" in banner
-    assert ("fused kernels for LlamaRMSNorm, LlamaMLP" in banner) == (option != "torch_compile")
+    is_compiled = attention == "nopad" and option != "torch_compile"
+    assert ("compiled layers" in banner) == is_compiled
 
 
 def test_random_numbers_of_the_gpu_go_on_where_a_checkpoint_was_taken():

@@ -77,6 +77,9 @@ class PackedLoader:
     _checks_layout = True
     _is_accelerate_prepared = True  # otherwise Accelerate would dispatch and slice our batches
 
+    layers: str | None = None
+    """The layers that train, compiled or stock; before the start, those of the loaded run."""
+
     def __init__(
         self,
         dataset: PackedDataset,
@@ -117,9 +120,6 @@ class PackedLoader:
         self.layout = layout
         self.saved_packs_per_step: int | None = None
         """Packs per optimizer step of the run that was loaded, until an iteration starts."""
-        self.layers: str | None = None
-        """The layers that train, compiled or stock; before the start, those of the run that was
-        loaded."""
         self._state: dict | None = None
         self._state_before: dict | None = None
         """The state before the last step that was issued."""
