@@ -6,7 +6,8 @@ The functions are those of `nopad.inference.pretrained`, imported late because i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,17 @@ load_tokenizer = _on_call("load_tokenizer")
 load_weights = _on_call("load_weights")
 resolve_path = _on_call("resolve_path")
 short_error = _on_call("short_error")
+
+
+@contextmanager
+def model_errors(name: str) -> Iterator[None]:
+    """Turn an error of loading a model, which may be of any type, into one line that names it."""
+    try:
+        yield
+    except ImportError:
+        raise  # names what to install
+    except Exception as error:
+        raise ValueError(f"cannot load {name}: {short_error(error)}") from error
 
 
 def add_chat_template_option(add: Any) -> None:

@@ -11,8 +11,9 @@ from .argument_checks import check_flags
 from .document_starts import row_inner_starts
 from .numba_jit import jit
 from .pack import MAX_BUDGET, Pack
+from .planning.pack_lengths import pack_lengths
 from .planning.packer import Packer
-from .planning.planner import Plan, Planner, pack_lengths
+from .planning.planner import Plan, Planner
 from .sample import IGNORE_INDEX, Sample
 from .token_ids import MAX_TOKEN_ID, check_masks, make_sample, validate_token_ids
 

@@ -32,7 +32,8 @@ from .ordering.mixture import StoppingStrategy, parse_mixture, source_names
 from .ordering.rank_shard import Position, RankShard
 from .pack import Pack
 from .pipeline import build_packs, manifests, open_sources, state_settings
-from .planning.planner import Overflow, Strategy
+from .planning.overflow import Overflow
+from .planning.planner import Strategy
 from .readers.planned import PlannedPacks
 from .readers.shard_reader import StreamSettings
 from .settings import PackSettings

@@ -11,7 +11,7 @@ from .encoding.report import SkippedRows
 from .encoding.shard_job import encode_source
 from .encoding.token_cache import TokenCache
 from .ordering.mixture import Weight
-from .planning.planner import max_sample_length
+from .planning.overflow import max_sample_length
 from .readers.planned import PlannedPacks
 from .readers.shard_reader import StreamSettings
 from .readers.streamed import StreamedPacks

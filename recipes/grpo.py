@@ -23,6 +23,7 @@ from nopad.cli import (
     count,
     load_tokenizer,
     load_weights,
+    model_errors,
     number_above_0,
     number_from_0,
     positive,
@@ -31,9 +32,10 @@ from nopad.cli import (
     parser as command_parser,
 )
 from nopad.recipes.support import arguments
-from nopad.recipes.support.data_and_model import model_errors
 from nopad.recipes.support.run_dir import RunDir
 from nopad.recipes.support.run_recipe import run_recipe
+from nopad.recipes.support.run_summary import plot_metrics
+from nopad.recipes.train_hf import train_in_folder
 
 SHOWN = ("reward", "completions/mean_length")
 """Metrics in the plot of a run."""
@@ -101,10 +103,9 @@ def train(args: argparse.Namespace, run: RunDir) -> None:
         processing_class=tokenizer,
         engine=Engine,
     )
-    from nopad.recipes.support.trl_run import fit, plot_metrics
-
-    fit(trainer, args, run)
-    plot_metrics(trainer, run, SHOWN)
+    train_in_folder(trainer, args, run)
+    if trainer.is_world_process_zero():
+        print("\n".join(plot_metrics(run, trainer.state.log_history, SHOWN)))
 
 
 def load(args: argparse.Namespace) -> tuple[Any, Any]:

@@ -20,12 +20,13 @@ from nopad.cli import (
     count,
     load_tokenizer,
     load_weights,
+    model_errors,
     positive,
     set_chat_template,
 )
 from nopad.cli import parser as command_parser
 from nopad.recipes.support import arguments
-from nopad.recipes.support.data_and_model import model_errors, open_data, packed_dataset
+from nopad.recipes.support.data_and_model import open_data, packed_dataset
 from nopad.recipes.support.run_dir import RunDir, is_main_process
 from nopad.recipes.support.run_recipe import run_recipe
 from nopad.recipes.train_hf import add_training_options, fit, training_arguments

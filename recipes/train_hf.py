@@ -119,31 +119,39 @@ def fit(
     tokenizer,
     examples: Sequence | None = None,
 ) -> None:
-    """Train on packs, stop on a signal, and save a model that `from_pretrained` loads.
+    """Train on packs.
 
     examples: prompts with references, to continue every `args.eval_every` steps.
     """
     from nopad.recipes.support.holdout import continuation_evals
-    from nopad.trainer.monitoring import check_weights
-    from nopad.trainer.with_hf import EvalCallback, PackedTrainer, StopCallback
-    from transformers import TrainerCallback
-
-    class StartCallback(TrainerCallback):
-        def on_step_begin(self, args, state, control, **_):
-            run.start(state.is_world_process_zero)
+    from nopad.trainer.with_hf import EvalCallback, PackedTrainer
 
     trainer = PackedTrainer(
         model,
         settings,
         train_dataset=data,
         processing_class=tokenizer,
-        callbacks=[StopCallback(), StartCallback()],
         sequence_parallel=args.sequence_parallel,
         layers=args.layers,
     )
     if examples is not None:
         evals = continuation_evals(args, model, tokenizer, examples)
         trainer.add_callback(EvalCallback(trainer, *evals, console=True))
+    train_in_folder(trainer, args, run)
+
+
+def train_in_folder(trainer: Any, args: argparse.Namespace, run: RunDir) -> None:
+    """Train, stop on a signal, and save a model that `from_pretrained` loads."""
+    from nopad.trainer.monitoring import check_weights
+    from nopad.trainer.with_hf import StopCallback
+    from transformers import TrainerCallback
+
+    class StartCallback(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            run.start(state.is_world_process_zero)
+
+    trainer.add_callback(StopCallback())
+    trainer.add_callback(StartCallback())
     trainer.train(resume_from_checkpoint=bool(args.resume) or None)
     step = trainer.state.global_step
     check_weights(trainer.model, f"step {step}")

@@ -18,6 +18,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 COMPILE = "from nopad.packing import PackedDataset as D; list(D([[1, 2, 3], [4, 5]] * 9, budget=8))"
+MANY_OBJECTS = 50_000
+"""Objects that files of tests leave in caches and imported modules before they are frozen."""
 sys.path[:0] = [str(folder) for folder in sorted(Path(__file__).parent.rglob("support"))]
 
 
@@ -50,7 +52,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish() -> None:
-    """Take what the imports left out of later collections: trainers ask for one at every start.
+    freeze_objects()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freeze_what_a_file_leaves() -> Iterator[None]:
+    yield
+    if len(gc.get_objects()) > MANY_OBJECTS:
+        freeze_objects()
+
+
+def freeze_objects() -> None:
+    """Take what exists now out of later collections: trainers ask for several at every start.
 
     With half a million objects each takes a third of a second.
     """

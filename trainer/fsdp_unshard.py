@@ -1,4 +1,4 @@
-"""Gather the parameters of an FSDP2 model for the duration of an evaluation.
+"""Gather the parameters of an FSDP2 model for an evaluation, or of its LM head for the loss.
 
 Under FSDP2 each forward gathers parameters from all ranks, for every new token, and ranks that do
 not step together deadlock. Gathered once, the model behaves like an unsharded one: every rank
@@ -46,6 +46,25 @@ def reshard(model: nn.Module) -> None:
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
+
+
+@contextmanager
+def unsharded_head(head: Any) -> Iterator[None]:
+    """Gather an LM head that is a separate FSDP2 unit: the bypassed call has resharded it.
+
+    FSDP then reduces the gradient over the ranks, and reshards the head after the backward.
+    """
+    is_resharded = hasattr(head, "unshard") and hasattr(head.weight, "full_tensor")
+    if is_resharded:
+        head.unshard()
+    yield
+    if is_resharded and not torch.is_grad_enabled():
+        head.reshard()
+
+
+def full_tensor(parameter: Any) -> Any:
+    """Return a parameter that is sharded by tensor parallelism as a full tensor."""
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
 
 def _fits(model: nn.Module) -> bool:

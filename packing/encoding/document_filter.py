@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..numba_jit import jit
-from ..sample import IGNORE_INDEX
+from ..sources.document_checks import documents_in_range, documents_unshifted
 from ..sources.remote import RemoteTokens
 from ..sources.source import RowError
-from ..sources.token_store import TokenArray, documents_unshifted
+from ..sources.token_store import TokenArray
 from ..token_ids import MAX_TOKEN_ID
 from .report import SkippedRows
 
@@ -61,16 +60,3 @@ def _unshifted(array: TokenArray) -> np.ndarray:
         return np.ones(len(array.lengths), bool)
     begins = np.asarray(array.begins)
     return documents_unshifted(array.flat, array.labels, begins, begins + array.lengths)
-
-
-@jit
-def documents_in_range(flat, begins, ends, limit, are_labels):
-    """Return for each document whether its ids are in 0 .. limit - 1; labels may be ignored."""
-    in_range = np.empty(len(begins), np.bool_)
-    for d in range(len(begins)):
-        smallest = largest = np.int64(0)
-        for token in flat[begins[d] : ends[d]]:
-            value = np.int64(0) if are_labels and token == IGNORE_INDEX else np.int64(token)
-            smallest, largest = min(smallest, value), max(largest, value)
-        in_range[d] = smallest >= 0 and largest < limit
-    return in_range

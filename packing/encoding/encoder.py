@@ -21,7 +21,7 @@ import numpy as np
 
 from ..argument_checks import check_counts
 from ..document_starts import check_not_packed
-from ..planning.planner import too_long_error
+from ..planning.overflow import too_long_error
 from ..sample import IGNORE_INDEX, Sample
 from ..sources.source import Row, RowError
 from ..state.fingerprint import tokenizer_fingerprint

@@ -2,9 +2,11 @@
 
 from ..argument_checks import check_ints
 from .balancing import Cost, balance_plan
+from .overflow import Overflow
+from .pack_lengths import pack_lengths
 from .packer import Packer
 from .padded_fill import padded_fill
-from .planner import Counts, Overflow, Plan, Planner, Strategy, pack_lengths
+from .planner import Counts, Plan, Planner, Strategy
 
 __all__ = [
     "Cost",

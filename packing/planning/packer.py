@@ -20,7 +20,8 @@ from ..argument_checks import check_flags, check_ints
 from ..pack import Pack
 from ..sample import IGNORE_INDEX, Sample
 from ..token_ids import MAX_TOKEN_ID
-from .planner import Counts, Overflow, Plan, Planner, Strategy, planner_settings
+from .overflow import Overflow
+from .planner import Counts, Plan, Planner, Strategy, planner_settings
 from .share_order import order_by_shares
 
 

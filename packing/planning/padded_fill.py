@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .planner import Counts, Overflow, cut_items
+from .overflow import Overflow, cut_items
+from .planner import Counts
 
 MAX_SAMPLES = 20_000
 """Samples to draw at random from a larger set."""

@@ -4,19 +4,13 @@
                                                                     sequential: next-fit
                                                                     concat: cut at the budget
 
-An item that is longer than a pack, or than `max_length`, is cut by its `overflow`:
-
-    budget 4, lengths 3 10 4          split      3 | 4 4 2 | 4
-                                      truncate   3 | 4     | 4      6 tokens lost, counted
-                                      drop       3 |       | 4     10 tokens lost, counted
-
 The packs depend only on the settings and on the lengths in their order: not on how the lengths
 were cut into calls, nor on how often the planner was saved and restored in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -28,9 +22,9 @@ from ..preparation_progress import announce_compilation
 from ..state.int_codec import ints_from_text, ints_to_text
 from .best_fit import MAX_DEFERRALS, fit_windows
 from .next_fit import cut_stream, next_fit
+from .overflow import Overflow, cut_items, max_segment, pack_capacity, whole_items
 
 Strategy = Literal["best_fit", "sequential", "concat"]
-Overflow = Literal["split", "truncate", "drop", "error"]
 VERSION = 1
 """Incremented when the state changes, or when the same lengths give other packs."""
 
@@ -113,43 +107,6 @@ class Plan:
             np.concatenate([plan.lengths for plan in plans]),
             np.concatenate([np.zeros(1, np.int64), *shifted]),
         )
-
-
-def pack_lengths(
-    lengths: np.ndarray | Sequence[int],
-    budget: int,
-    *,
-    pool: int | None = 1024,
-    strategy: Strategy = "best_fit",
-    overflow: Overflow = "split",
-    pad_to_multiple_of: int = 1,
-    max_length: int | None = None,
-) -> Plan:
-    """Plan the packs of items of these lengths at once, to inspect them or to pack offline.
-
-    Args:
-        lengths: tokens of each item.
-        budget: tokens that a pack may hold.
-        pool: items that may wait for a pack, as in a stream; None: all of them.
-        strategy: "best_fit", "sequential" or "concat", as in `Planner`.
-        overflow: what happens to an item longer than a pack: "split", "truncate", "drop" or
-            "error".
-        max_length: the longest sequence, if shorter than a pack; `overflow` applies to longer ones.
-        pad_to_multiple_of: every segment occupies a multiple of this many tokens in its pack.
-
-    >>> plan = pack_lengths([5, 6, 3, 2, 11], budget=8)
-    >>> [pack.tolist() for pack in plan], plan.lengths.tolist(), plan.starts.tolist()
-    ([[2], [0, 4], [4], [1, 3]], [3, 5, 3, 8, 6, 2], [0, 0, 8, 0, 0, 0])
-    """
-    lengths = np.asarray(lengths)
-    if pool is None:
-        capacity = max(1, budget // max(1, pad_to_multiple_of) * pad_to_multiple_of)
-        pool = int((lengths // min(capacity, max_length or capacity) + 1).sum()) + 1
-    planner = Planner(
-        budget, pool=pool, strategy=strategy, overflow=overflow,
-        pad_to_multiple_of=pad_to_multiple_of, max_length=max_length,
-    )  # fmt: skip
-    return Plan.join([planner.feed(lengths), planner.finish()])
 
 
 @dataclass(slots=True)
@@ -238,7 +195,7 @@ class Planner:
             item = first + int(np.argmin(lengths))
             raise ValueError(f"item {item} has length {shortest}: remove empty items")
         if lengths.max(initial=0) <= self.max_segment or self.cuts_stream:
-            segments = _full_items(first, lengths)
+            segments = whole_items(first, lengths)
         else:
             segments = cut_items(lengths, self.max_segment, self.settings["overflow"], self.counts)
         self.pending = np.concatenate([self.pending, segments], axis=1)
@@ -381,81 +338,3 @@ def _as_integers(lengths: np.ndarray) -> np.ndarray:
     if lengths.ndim != 1 or (len(lengths) and lengths.dtype.kind not in "iu"):
         raise ValueError(f"lengths must be one row of integers, got {lengths.dtype}{lengths.shape}")
     return lengths.astype(np.int64, copy=False)
-
-
-def _full_items(first: int, lengths: np.ndarray) -> np.ndarray:
-    """Return items, numbered from `first`, as one segment each."""
-    segments = np.zeros((3, len(lengths)), np.int64)
-    segments[0], segments[2] = np.arange(first, first + len(lengths)), lengths
-    return segments
-
-
-def cut_items(lengths: np.ndarray, capacity: int, overflow: Overflow, counts: Counts) -> np.ndarray:
-    """Turn items, some longer than `capacity`, into segments that fit; update the counts.
-
-    >>> counts = Counts()
-    >>> cut_items(np.array([3, 10, 4]), 4, overflow="split", counts=counts)[2].tolist()
-    [3, 4, 4, 2, 4]
-    >>> counts.split
-    1
-    """
-    segments, long = _full_items(counts.items, lengths), lengths > capacity
-    if overflow == "error":
-        first = int(np.argmax(long))
-        raise too_long_error(f"item {counts.items + first}", int(lengths[first]), capacity)
-    if overflow == "split":
-        counts.split += int(long.sum())
-        return _split(segments, capacity)
-    if overflow == "truncate":
-        counts.truncated += int(long.sum())
-        counts.truncated_tokens += int((lengths[long] - capacity).sum())
-        segments[2] = np.minimum(lengths, capacity)
-        return segments
-    counts.dropped += int(long.sum())
-    counts.dropped_tokens += int(lengths[long].sum())
-    return segments[:, ~long]
-
-
-def too_long_error(location: object, length: int, capacity: int) -> ValueError:
-    """Build the error for a sample that is longer than a pack or than `max_length`."""
-    return ValueError(
-        f"{location} has {length} tokens, at most {capacity} are allowed: choose overflow= "
-        "(split, truncate or drop), or raise budget= or max_length=, up to the model's positions"
-    )
-
-
-def max_sample_length(packer: Mapping[str, Any]) -> int | None:
-    """Return the longest sample that a packer with these settings accepts; None: no limit."""
-    return max_segment(packer) if packer["overflow"] == "error" else None
-
-
-def kept_lengths(lengths: np.ndarray, packer: Mapping[str, Any]) -> np.ndarray:
-    """Return the tokens of each item that a packer with these settings keeps.
-
-    >>> kept_lengths(np.array([3, 10]), Planner(budget=4, overflow="truncate").settings).tolist()
-    [3, 4]
-    """
-    if packer["overflow"] == "truncate":
-        return np.minimum(lengths, max_segment(packer))
-    if packer["overflow"] == "drop":
-        return np.where(lengths > max_segment(packer), 0, lengths)
-    return lengths
-
-
-def pack_capacity(planner: Mapping[str, Any]) -> int:
-    """Return the tokens that a pack can hold: the budget, rounded down to `pad_to_multiple_of`."""
-    multiple = planner["pad_to_multiple_of"]
-    return planner["budget"] // multiple * multiple
-
-
-def max_segment(planner: Mapping[str, Any]) -> int:
-    """Return the longest segment of a planner with these settings."""
-    return min(pack_capacity(planner), planner["max_length"] or MAX_BUDGET)
-
-
-def _split(segments: np.ndarray, capacity: int) -> np.ndarray:
-    """Cut every item into parts of `capacity` tokens and a remainder."""
-    parts = -(-segments[2] // capacity)
-    items, _, lengths = np.repeat(segments, parts, axis=1)
-    starts = (np.arange(len(items)) - np.repeat(np.cumsum(parts) - parts, parts)) * capacity
-    return np.array([items, starts, np.minimum(lengths - starts, capacity)])

@@ -16,7 +16,8 @@ import numpy as np
 
 from ..encoding.report import SkippedRows, build_report
 from ..ordering.mixture import estimate_epoch
-from ..planning.planner import Planner, kept_lengths
+from ..planning.overflow import kept_lengths
+from ..planning.planner import Planner
 from ..sample import Sample
 from ..sources.source import RowSource
 from .planned import PlannedPacks

@@ -25,14 +25,8 @@ from ..ordering.permutation import epoch_order
 from ..ordering.rank_shard import Position, RankShard
 from ..pack import Pack
 from ..planning.balancing import Leveler, NoLeveling
-from ..planning.planner import (
-    Counts,
-    Plan,
-    Planner,
-    kept_lengths,
-    max_sample_length,
-    too_long_error,
-)
+from ..planning.overflow import kept_lengths, max_sample_length, too_long_error
+from ..planning.planner import Counts, Plan, Planner
 from ..planning.share_order import order_by_shares
 from ..settings import PackSettings
 from ..sources.remote import prefetch
@@ -72,11 +66,9 @@ class PlannedPacks:
         bounds, shuffle = self.store.source_bounds(len(settings.weights)), bool(settings.shuffle)
         return MixedOrder(bounds, self._kept_lengths, mixture, settings.seed, shuffle)
 
-    def plans(
-        self, epoch: int, first_pack: int = 0, max_documents: int | None = None
-    ) -> Iterator[Plan]:
+    def plans(self, epoch: int, max_documents: int | None = None) -> Iterator[Plan]:
         """Plan an epoch, or its first documents, block by block; the items are those documents."""
-        counts = Counts()
+        counts, first_pack = Counts(), 0
         for window in range(self.num_windows):
             left = None if max_documents is None else max_documents - window * WINDOW_DOCUMENTS
             if left is not None and left <= 0:
@@ -90,9 +82,9 @@ class PlannedPacks:
     @property
     def num_windows(self) -> int:
         """Parts of an epoch that are planned independently, so that a resume plans one of them."""
-        return (
-            1 if self._mixed_order is not None else max(1, -(-len(self.store) // WINDOW_DOCUMENTS))
-        )
+        if self._mixed_order is not None:
+            return 1
+        return max(1, -(-len(self.store) // WINDOW_DOCUMENTS))
 
     def window_plans(
         self, epoch: int, window: int, first_pack: int = 0, max_documents: int | None = None

@@ -27,8 +27,8 @@ from ..encoding.encoder import Encoder, encode_rows
 from ..encoding.report import SkippedRows
 from ..ordering.mixture import INTERVAL_END, Mixture, has_schedule
 from ..pack import Pack
+from ..planning.overflow import kept_lengths, max_sample_length
 from ..planning.packer import Packer
-from ..planning.planner import kept_lengths, max_sample_length
 from ..sample import Sample
 from ..settings import PackSettings
 from ..sources.source import Row, RowError, RowSource

@@ -7,20 +7,17 @@ has the length it had when it was opened: lines appended later belong to the nex
 
 from __future__ import annotations
 
-import json
-from codecs import BOM_UTF8
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from ..state.content_key import files_key
 from .decompress import compressed_lines, decompressed_bytes, is_compressed
+from .json_row import parse_row
 from .paths import DataFile, display_name, files_fingerprint
 from .remote import RemoteFile
 from .source import Row, RowSource, even_ranges
 
 LINE_LIMIT = 64 << 20
-DEPTH_LIMIT = 64
-ONE_PER_LINE = "write one entry of the list per line"
 
 
 class JsonlSource(RowSource):
@@ -42,7 +39,7 @@ class JsonlSource(RowSource):
                 part = size * shard // shards, size * (shard + 1) // shards
                 lines = _plain_lines(path, size, *part, offset)
             for line, location, next_offset in lines:
-                yield Row(_parse(line), location, [file, next_offset])
+                yield Row(parse_row(line), location, [file, next_offset])
             offset = None
 
     def ranges(self, count):
@@ -61,7 +58,7 @@ class JsonlSource(RowSource):
             elif first < last and not is_compressed(path):
                 lines = _plain_lines(path, size, first, last, None)
             for line, location, _ in lines:
-                yield Row(_parse(line), location, None)
+                yield Row(parse_row(line), location, None)
             start += extent
 
     @property
@@ -118,51 +115,6 @@ def _bounded_line(file: Any) -> tuple[bytes | ValueError, int]:
         line = file.readline(1 << 20)
         length += len(line)
     return ValueError(f"a line of {length} bytes, the limit is {LINE_LIMIT}"), length
-
-
-def _parse(line: bytes | ValueError) -> Any:
-    if isinstance(line, ValueError):
-        return line
-    try:
-        # Some editors write a byte order mark; the utf-8-sig codec would cost 5 µs per line.
-        row = _DECODER.decode(line.removeprefix(BOM_UTF8).decode("utf-8"))
-    except RecursionError:
-        return ValueError(f"JSON is nested deeper than {DEPTH_LIMIT}")
-    except UnicodeDecodeError as error:
-        return ValueError(f"the line is not UTF-8: {error.reason} at byte {error.start}")
-    except ValueError as error:
-        hint = f"; {ONE_PER_LINE}" if line.strip() == b"[" else ""
-        return ValueError(f"not JSON: {error}{hint}")
-    if isinstance(row, list) and row and isinstance(row[0], dict | str):
-        return ValueError(f"the line is a list of {len(row)} entries; {ONE_PER_LINE}")
-    if line.count(b"[") + line.count(b"{") > DEPTH_LIMIT and _depth(row) > DEPTH_LIMIT:
-        return ValueError(f"JSON is nested deeper than {DEPTH_LIMIT}")
-    return row
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        seen: set[str] = set()
-        duplicate = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"the key {duplicate!r} appears twice")
-    return row
-
-
-def _reject_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _depth(row: Any) -> int:
-    """Count the levels of nested lists and dicts."""
-    level, depth = [row], 0
-    while containers := [value for value in level if isinstance(value, list | dict)]:
-        level = [v for c in containers for v in (c.values() if isinstance(c, dict) else c)]
-        depth += 1
-    return depth
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
 
 
 class _LineLocation:

@@ -18,9 +18,10 @@ import numpy as np
 
 from ..numba_jit import jit
 from ..planning.planner import Plan
-from ..sample import IGNORE_INDEX, Sample, check_labels
+from ..sample import IGNORE_INDEX, Sample
 from ..state.fingerprint import Fingerprint
 from ..token_ids import MAX_TOKEN_ID
+from .document_checks import documents_unshifted, invalid_error
 from .mapped_file import MappedFile
 from .mapped_index import MappedBegins, SummedBegins, chunks, join_lengths
 from .remote import RemoteTokens, read_together
@@ -96,18 +97,6 @@ def tokens_fingerprint(lengths: Any, flat: Any, labels: Any) -> str:
     """Identify documents by their lengths and content."""
     fingerprint = Fingerprint(len(lengths), labels is not None)
     return fingerprint.array(lengths, np.dtype(np.int64)).array(flat).array(labels).text()
-
-
-@jit
-def documents_unshifted(flat, labels, begins, ends):
-    """Return for each document whether every label is its own token, or ignored."""
-    unshifted = np.empty(len(begins), np.bool_)
-    for d in range(len(begins)):
-        odd = 0
-        for i in range(begins[d], ends[d]):
-            odd += (labels[i] != flat[i]) & (labels[i] != IGNORE_INDEX)
-        unshifted[d] = odd == 0
-    return unshifted
 
 
 class TokenStore:
@@ -206,38 +195,8 @@ class TokenStore:
             run = read_together if self.is_remote else map
             valid = all(list(run(copy, np.unique(array_of).tolist())))
         if not valid:
-            raise self._range_error(rows, limit)
+            raise invalid_error(self, rows, limit)
         return rows
-
-    def _range_error(self, rows: PackedRows, limit: int) -> ValueError:
-        name, ids = "id", rows.tokens
-        invalid = (ids < 0) | (ids >= limit)
-        if not invalid.any():
-            name, ids = "label", rows.labels
-            invalid = ((ids < 0) | (ids >= limit)) & (ids != IGNORE_INDEX)
-        if not invalid.any():
-            return self._shifted_error(rows)
-        token = int(np.argmax(invalid))
-        segment = int(np.searchsorted(rows.segment_starts, token, side="right")) - 1
-        location = self.location(int(rows.documents[segment]))
-        return ValueError(
-            f"{location} contains the {name} {ids[token]}: ids range from 0 to {limit - 1}; "
-            'pass on_error="skip" to skip such documents'
-        )
-
-    def _shifted_error(self, rows: PackedRows) -> ValueError:
-        for document, start, length in zip(
-            rows.documents.tolist(), rows.starts.tolist(), rows.lengths.tolist(), strict=True
-        ):
-            array, tokens = self.locate(document)
-            part = slice(tokens.start + start, tokens.start + start + length)
-            labels = array.labels_of(part)
-            if labels is not None:
-                try:
-                    check_labels(array.flat[part], labels)
-                except ValueError as error:
-                    return ValueError(f"{self.location(document)}: {error}")
-        raise AssertionError("all labels are their own tokens")
 
     def parent_label_counts(self, rows: PackedRows) -> np.ndarray | None:
         """int64 [M]: for parts, the label count of the full document, otherwise 0."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from nopad.cli import (
@@ -13,8 +11,8 @@ from nopad.cli import (
     length_kwargs,
     load_tokenizer,
     load_weights,
+    model_errors,
     resolve_path,
-    short_error,
 )
 
 
@@ -71,17 +69,6 @@ def load_model(args: argparse.Namespace, tokenizer: Any, **parallel: Any):
             return load_weights(name, **options, **parallel)
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
-
-
-@contextmanager
-def model_errors(name: str) -> Iterator[None]:
-    """Turn an error of loading a model, which may be of any type, into one line that names it."""
-    try:
-        yield
-    except ImportError:
-        raise  # names what to install
-    except Exception as error:
-        raise ValueError(f"cannot load {name}: {short_error(error)}") from error
 
 
 def small_llama(args: argparse.Namespace, tokenizer: Any):

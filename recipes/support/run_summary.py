@@ -74,6 +74,19 @@ def write_summary(run: RunDir, padded: float, budget: int) -> list[str]:
     return [f"{name:15} {text}" for name, text in lines.items()]
 
 
+def plot_metrics(run: RunDir, log: Sequence[dict], names: Sequence[str]) -> list[str]:
+    """Write metrics of a trainer's log as `training.svg`; return lines of their first and last."""
+    points = {name: [(n["step"], n[name]) for n in log if name in n] for name in names}
+    panels = [
+        Panel(name, values, max(1, math.ceil(max(y for _, y in values))), "g")
+        for name, values in points.items()
+    ]
+    path = run.path / "training.svg"
+    path.write_text(draw(run.path.name, panels), encoding="utf-8")
+    lines = {name: f"{at[0][1]:.3g} -> {at[-1][1]:.3g}" for name, at in points.items()}
+    return [f"{name:24} {text}" for name, text in {**lines, "plot": str(path)}.items()]
+
+
 def draw(title: str, panels: Sequence[Panel]) -> str:
     """Return the panels, one below the other, as a self-contained SVG document."""
     steps = max(step for panel in panels for step, _ in panel.points)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ...attention import not_causal_lm_reason
 from ...packing import IGNORE_INDEX
 from ...runtime import HostCopy, to_device, unwrap_peft
+from ..fsdp_unshard import full_tensor, unsharded_head
 from .auxiliary_loss import AuxiliaryLoss, sum_weights
 from .cross_entropy import linear_cross_entropy
 from .document_states import document_contexts, reset_states
@@ -207,8 +208,8 @@ class AttachedLoss:
     def _from_hidden(self, hidden: Tensor, head: Any) -> Tensor:
         assert self._targets is not None
         targets, divisor, weights = self._targets
-        with _unsharded_head(head):
-            weight, bias = _full_tensor(head.weight), _full_tensor(head.bias)
+        with unsharded_head(head):
+            weight, bias = full_tensor(head.weight), full_tensor(head.bias)
             hidden, bias = split_scale(hidden, bias)
             total, losses = linear_cross_entropy(
                 hidden.flatten(0, -2).to(weight.dtype),
@@ -402,22 +403,3 @@ def count_labels(targets: Tensor) -> HostCopy | None:
     if targets.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     return HostCopy((targets != IGNORE_INDEX).sum())
-
-
-@contextmanager
-def _unsharded_head(head: Any) -> Iterator[None]:
-    """Gather a head that is a separate FSDP2 unit: the bypassed call has resharded it.
-
-    FSDP then reduces the gradient over the ranks, and reshards the head after the backward.
-    """
-    is_resharded = hasattr(head, "unshard") and hasattr(head.weight, "full_tensor")
-    if is_resharded:
-        head.unshard()
-    yield
-    if is_resharded and not torch.is_grad_enabled():
-        head.reshard()
-
-
-def _full_tensor(parameter: Any) -> Any:
-    """Return a parameter that is sharded by tensor parallelism as a full tensor."""
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

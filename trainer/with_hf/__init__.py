@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .evaluation import EvalCallback, ServeCallback
-from .trainer import PackedTrainer, PackedTrainerMixin, StopCallback
+from .intact_checkpoints import StopCallback
+from .trainer import PackedTrainer, PackedTrainerMixin
 
 if TYPE_CHECKING:
     from ..with_trl import PackedSFTTrainer

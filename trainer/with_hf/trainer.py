@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,33 +26,23 @@ from transformers import (
     PrinterCallback,
     ProgressCallback,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 
 from ...attention.hf import ATTN_IMPLEMENTATION
 from ...packing import IGNORE_INDEX, PackedDataset
 from ...runtime import (
-    barrier,
     find_layout,
     join_sequence_group,
-    rank,
     sum_over_ranks,
     to_device,
     unwrap_peft,
     world_size,
 )
-from ..checkpoint_manifest import (
-    latest_intact_checkpoint,
-    remove_manifest,
-    rotate_checkpoints,
-    write_manifest,
-)
 from ..data.data_state import load_data_state, save_data_state
 from ..data.loader import Batch, PackedLoader, PackInfo, UnsizedLoader, check_collator
 from ..data.model_limits import ModelLimits
 from ..data.plain_data import check_plain, pack_like, pack_plain, text_tokenizer
-from ..graceful_stop import StopRequest
 from ..layers import PreparedLayers, prepare_layers, sharding_obstacle
 from ..loss.attached_loss import attach_trainer_loss
 from ..monitoring.finite_check import FiniteCheck, check_weights
@@ -74,6 +64,7 @@ from .arguments import (
 )
 from .epochs import EpochCallback, count_again, last_step, set_epochs
 from .evaluation import EvalCallback, TrainerEvaluationLoader, metrics_kept, trl_log
+from .intact_checkpoints import IntactCheckpointMixin, resumed_folder
 
 SHOWN = ("pack/fill", "pack/tokens_per_second", "pack/mfu")
 """The rates of packs that the terminal shows."""
@@ -85,10 +76,9 @@ TRL_TRAINERS = {
     "RewardTrainer": "nopad.trainer.with_trl.PackedRewardTrainer",
 }
 """Trainers of TRL that pack their own batches, in place of `PackedTrainerMixin`."""
-_Base = Trainer if TYPE_CHECKING else object
 
 
-class PackedTrainerMixin(_Base):
+class PackedTrainerMixin(IntactCheckpointMixin):
     """Mixin, listed before a Trainer, that trains on packs.
 
     `self.args` is a copy of your arguments: yours are not changed.
@@ -340,9 +330,7 @@ class PackedTrainerMixin(_Base):
         return self.get_eval_dataloader(test_dataset)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any):
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = str(latest_intact_checkpoint(Path(str(self.args.output_dir))))
-        self._resume_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        self._resume_from = resumed_folder(self.args, resume_from_checkpoint)
         self._check_has_evaluation()
         if kwargs.get("trial", args[0] if args else None) is not None:
             self.train_dataset.rewind()  # trials of a hyperparameter search train on the same data
@@ -350,14 +338,9 @@ class PackedTrainerMixin(_Base):
             self._continue_data()
         if self._counts_epochs():
             self.args.max_steps, self._counted_steps = -1, None  # a trial may set either
-        try:
-            output = super().train(resume_from_checkpoint, *args, **kwargs)
-            self._check_finite_end()
-            return output
-        finally:  # the trainer does not inform callbacks of exceptions
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, StopCallback):
-                    callback.request.release()
+        output = super().train(self._resume_from, *args, **kwargs)
+        self._check_finite_end()
+        return output
 
     def _check_has_evaluation(self) -> None:
         """Refuse evaluations that would have nothing to evaluate."""
@@ -582,51 +565,16 @@ class PackedTrainerMixin(_Base):
         super().log(logs, *args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        run_dir, step = Path(self._get_output_dir(trial=trial)), self.state.global_step
-        folder = run_dir / f"checkpoint-{step}"
-        if not self.finite_check.may_save(self.model, f"step {step}"):
-            return
-        if rank() == 0:
-            remove_manifest(folder)
-        barrier()
+        if self.finite_check.may_save(self.model, f"step {self.state.global_step}"):
+            super()._save_checkpoint(model, trial)
+
+    def _save_data_state(self, folder: Path) -> None:
         if self._loader is not None:
             save_data_state(self._loader, folder)
-        # Older checkpoints are deleted once the new one is complete: if its save were interrupted,
-        # none might be left.
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.args.save_total_limit = limit
-        barrier()
-        if rank() == 0:
-            write_manifest(folder)
-            best = self.state.best_model_checkpoint
-            rotate_checkpoints(run_dir, step, limit, keep=[Path(best)] if best else ())
 
 
 class PackedTrainer(PackedTrainerMixin, Trainer):
     """The HF Trainer with packs; the arguments are those of `PackedTrainerMixin`."""
-
-
-class StopCallback(TrainerCallback):
-    """On SIGTERM, SIGINT or SIGUSR1, save and stop after the step, on all ranks.
-
-    PackedTrainer(model, args, train_dataset=data, callbacks=[StopCallback()])
-    """
-
-    def __init__(self):
-        self.request = StopRequest()  # here: a signal may arrive before the first step
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.request.listen()  # again: an earlier training may have released the signals
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.request.should_stop():
-            control.should_save = control.should_training_stop = True
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.request.release()
 
 
 class ShortProgress(ProgressCallback):

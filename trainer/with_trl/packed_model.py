@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import Trainer
 
 from ...attention.hf import (
     ATTN_IMPLEMENTATION,
@@ -17,9 +16,9 @@ from ...attention.hf import (
 )
 from ...runtime import unwrap_model
 from ..monitoring.packing_check import measure_leak
+from ..with_hf.intact_checkpoints import IntactCheckpointMixin
 from .packed_forward import packed_forward
 
-_Base = Trainer if TYPE_CHECKING else object
 STOCK_ATTENTION = ("eager", "sdpa", "flex_attention")
 """Implementations that compute a mask of all pairs of tokens of a pack."""
 NO_EFFECT = {
@@ -29,11 +28,12 @@ NO_EFFECT = {
 """Options that packs would ignore."""
 
 
-class PackedModelMixin(_Base):
+class PackedModelMixin(IntactCheckpointMixin):
     """Mixin, listed before a trainer of TRL, whose model and reference compute packs.
 
     The trainer is called as TRL's, and its data, losses and metrics are TRL's. Attention of the
-    model and of the reference is set to "nopad", unless it is a flash attention.
+    model and of the reference is set to "nopad", unless it is a flash attention. Checkpoints have a
+    manifest, and `train(resume_from_checkpoint=True)` resumes from the newest intact one.
 
     Args:
         budget: tokens of a pack; default: the tokens of a batch of the device. A smaller budget

@@ -26,7 +26,6 @@ def collected():
     gc.set_threshold(50, 2, 2)
     yield seen
     gc.set_threshold(*before)
-    gc.unfreeze()
     gc.callbacks.remove(note)
 
 

@@ -45,6 +45,7 @@ from nopad.trainer.data import data_state, loader  # noqa: E402
 from nopad.trainer.evaluation import GenerationEval  # noqa: E402
 from nopad.trainer.with_accelerate import checkpoint as with_accelerate_checkpoint  # noqa: E402
 from nopad.trainer.with_accelerate import loader as with_accelerate  # noqa: E402
+from nopad.trainer.with_hf import intact_checkpoints as hf_checkpoints  # noqa: E402
 from nopad.trainer.with_hf import trainer as with_hf  # noqa: E402
 from nopad.trainer.with_lightning import packed_callback as with_lightning  # noqa: E402
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402, F401
@@ -217,7 +218,11 @@ CRASH_POINTS = {
     "before the save": ((with_accelerate, with_hf), "save_data_state", 1),
     "state gathered, not written": ((data_state,), "write_state", 1),
     "state written": ((data_state,), "barrier", 1),
-    "all written, no manifest": ((with_accelerate_checkpoint, with_hf), "write_manifest", 1),
+    "all written, no manifest": (
+        (with_accelerate_checkpoint, hf_checkpoints),
+        "write_manifest",
+        1,
+    ),
     "some written": ((with_hf.PackedTrainer,), "_save_optimizer_and_scheduler", 1),
     "gathered, not written": ((accelerate.accelerator,), "save_accelerator_state", 1),
     "after the save": ((graceful_stop.StopRequest,), "should_stop", 8),

@@ -120,7 +120,7 @@ def test_every_evaluation_of_a_run_is_of_the_whole_set(tmp_path, monkeypatch, na
 
 def test_older_checkpoints_go_once_the_new_one_is_complete(tmp_path, monkeypatch):
     from hf_child import trainer
-    from nopad.trainer.with_hf import trainer as module
+    from nopad.trainer.with_hf import intact_checkpoints as module
 
     manifests: list[list[str]] = []
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
