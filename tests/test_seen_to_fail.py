@@ -1490,6 +1490,16 @@ FAULTS = {
         "LiveRolloutMixin._sampling_params = lambda self, *a: {\n"
         "    **right(self, *a), 'logprobs_mode': 'raw'}",
     ),
+    "Axolotl counts the steps": (
+        "integrations/test_axolotl.py::test_steps_are_those_of_packs_not_of_axolotl_s_batches",
+        "nopad.integrations.axolotl",
+        "right = NopadPlugin.get_training_args\n"
+        "NopadPlugin.get_training_args = lambda self, cfg: {**right(self, cfg), 'max_steps': 99}",
+    ),
+    "settings of Axolotl are ignored": (
+        "integrations/test_axolotl.py::test_settings_of_axolotl_without_effect_are_refused",
+        "nopad.integrations.axolotl", "check_settings = lambda cfg: None",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 
