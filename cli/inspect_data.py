@@ -2,17 +2,20 @@
 
     nopad inspect corpus.jsonl --tokenizer path/or/name --budget 8192
     nopad inspect tokens/ --budget 4096 --html report.html
+    nopad inspect web.jsonl=0.7 code.jsonl=0.3 --tokenizer path/or/name
 
-Shows the lengths of the samples, the fill of packs for several budgets, the waste of padding, a map
-of the first packs, and the first pack as text, in which tokens that count for the loss are coloured
-(or [[in brackets]] without colour). --html writes all of it as one page.
+Shows the lengths of the samples, the share of tokens in the loss and of every role, samples without
+labels and duplicates, the fill of packs for several budgets, the waste of padding, a map of the
+first packs, and the first pack as text, in which tokens that count for the loss are coloured (or
+[[in brackets]] without colour). --html writes all of it as one page. Samples are counted from 0.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .load_pretrained import add_chat_template_option, load_tokenizer, set_chat_template
@@ -35,15 +38,19 @@ if TYPE_CHECKING:
 
     from ..packing import Pack
     from ..packing.encoding import SkippedRows
-    from .data_report import BudgetRow, DataReport, Span
+    from .data_report import BudgetRow, Composition, DataReport, Span
 
 EMPTY = "the data is empty"
 MAX_LENGTHS = 1 << 24
 """Samples to inspect at most, if their lengths are known."""
 MAX_STREAM_PACKS = 256
 """Packs of tokens to read of a stream, to measure its first samples."""
+MAX_SAMPLES, MAX_CHATS = 1 << 17, 512
+"""Samples to read for labels and duplicates, and chats to split into roles, at most."""
 TERMINAL_CHARS, PAGE_CHARS = 160, 1200
 """Characters to show of a span of text."""
+FATES = {"split": "split", "truncate": "truncated", "drop": "dropped", "error": "refused"}
+"""What `--overflow` does to samples that are too long."""
 BAR_WIDTH = 40
 MAX_WIDTH = 100
 """Columns of the map of packs, also in a pipe."""
@@ -52,8 +59,8 @@ MAX_WIDTH = 100
 def main(argv: list[str]) -> int:
     """Inspect a dataset; return the exit status."""
     args = _parse_args(argv)
-    if not args.data:
-        raise ValueError("the name of the data is empty: pass a file or a folder")
+    args.sources = weighted_sources(args.data)
+    args.data = args.sources[0][0] if len(args.sources) == 1 else None
     tokenizer = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
     if args.chat_template is not None:
         if tokenizer is None:
@@ -68,9 +75,16 @@ def main(argv: list[str]) -> int:
 
 
 def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
+    import numpy as np
+
+    from .data_report import Composition, extreme_lines
+
+    composition = Composition()
     with progress("tokenizing") as advance:
-        data = _open(args, tokenizer, advance)
-        lengths, total = measure_lengths(data, data.skipped, advance)
+        data, sources = _open(args, tokenizer, advance)
+        by_source, total = measure_lengths(data, data.skipped, composition)
+        lengths = np.concatenate(by_source)
+        roles = _role_lines(data.encoder, sources)
         packs = list(islice(data, max(args.packs, args.decode))) if len(lengths) else []
     skipped = data.skipped
     reason = printable(as_cli_message(skipped.reasons[0])) if skipped.rows else ""
@@ -78,7 +92,10 @@ def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
         raise ValueError(f"every row was skipped; the first: {reason}" if reason else EMPTY)
     notes = _corpus_notes(args, data)
     notes += [f"{skipped.rows:,} rows skipped; the first: {reason}"] if reason else []
-    report = _report(args, tokenizer, lengths, total, notes, packs)
+    limit, fate = args.max_length or args.budget, FATES[args.overflow]
+    facts = [composition.line(total), *extreme_lines(lengths, limit, fate)]
+    facts += [*roles, *_source_lines(args.sources, data, by_source)]
+    report = _report(args, tokenizer, lengths, total, (notes, facts), packs)
     from .data_report import write_html, write_png
 
     if args.html:
@@ -98,9 +115,11 @@ def _corpus_notes(args: argparse.Namespace, data: Any) -> list[str]:
     """Describe a folder of tokens; with --verify, compare its files with their checksums."""
     from ..packing.sources import find_damage, open_folder
 
-    manifest = None if data.lengths is None else data.reader.store.arrays[0].manifest
+    name: str = args.data or "a mixture"
+    is_stored = data.lengths is not None and args.data is not None
+    manifest = data.reader.store.arrays[0].manifest if is_stored else None
     if manifest is None and args.verify:
-        raise ValueError(f"--verify: {args.data} is not a folder that `nopad tokenize` wrote")
+        raise ValueError(f"--verify: {name} is not a folder that `nopad tokenize` wrote")
     if manifest is None:
         return []
     shards, encoded = len(manifest["shards"]), manifest["encoded"]
@@ -110,7 +129,7 @@ def _corpus_notes(args: argparse.Namespace, data: Any) -> list[str]:
         f"tokenizer {manifest['tokenizer']}"
     ]
     if args.verify:
-        folder = open_folder(args.data)
+        folder = open_folder(name)
         size = sum(n for shard in manifest["shards"] for n, _ in shard["files"].values())
         with progress("verifying", size) as advance:
             damaged = find_damage(folder, advance)
@@ -123,15 +142,41 @@ def _corpus_notes(args: argparse.Namespace, data: Any) -> list[str]:
     return notes
 
 
-def _open(args: argparse.Namespace, tokenizer: Any, advance: Any) -> Any:
-    """Return the packs of the data; a small source is tokenized here."""
+def weighted_sources(names: list[str]) -> list[tuple[str, float | None]]:
+    """Split the weights from the names of a mixture; one source has none.
+
+    >>> weighted_sources(["a.jsonl=0.7", "b.jsonl=0.3"]), weighted_sources(["lang=en"])
+    ([('a.jsonl', 0.7), ('b.jsonl', 0.3)], [('lang=en', None)])
+    """
+    pairs = [_weighted(name) for name in names]
+    if not all(name for name, _ in pairs):
+        raise ValueError("the name of the data is empty: pass a file or a folder")
+    if len(pairs) > 1 and any(weight is None for _, weight in pairs):
+        raise ValueError("several sources need weights: a.jsonl=0.7 b.jsonl=0.3")
+    if len(pairs) == 1 and pairs[0][1] is not None:
+        raise ValueError(f"{names[0]}: one source needs no weight; pass {pairs[0][0]}")
+    return pairs
+
+
+def _weighted(text: str) -> tuple[str, float | None]:
+    name, _, number = text.rpartition("=")
+    try:
+        is_path = not name or Path(text).expanduser().exists()
+        return (text, None) if is_path else (name, float(number))
+    except (ValueError, OSError):
+        return text, None
+
+
+def _open(args: argparse.Namespace, tokenizer: Any, advance: Any) -> tuple[Any, list[Any]]:
+    """Return the packs of the data, and its sources; a small source is tokenized here."""
     from ..packing import PackedDataset
     from .counted_rows import open_counted
 
     options = data_kwargs(args)
-    source = open_counted(args.data, tokenizer, options, advance)
-    return PackedDataset(
-        source,
+    sources = [open_counted(name, tokenizer, options, advance) for name, _ in args.sources]
+    weights = [weight for _, weight in args.sources]
+    data = PackedDataset(
+        sources[0] if len(sources) == 1 else list(zip(sources, weights, strict=True)),
         tokenizer=tokenizer,
         seed=args.seed,
         rank=0,
@@ -139,13 +184,14 @@ def _open(args: argparse.Namespace, tokenizer: Any, advance: Any) -> Any:
         **length_kwargs(args),
         **options,
     )
+    return data, sources
 
 
 def _parse_args(argv: list[str]) -> argparse.Namespace:
     command = parser("inspect", "DATA [options]", __doc__)
     add = command.add_argument
     what = "jsonl, parquet, text or token files, a saved `datasets` folder or a hub name"
-    add("data", metavar="DATA", help=what)
+    add("data", metavar="DATA", nargs="+", help=f"{what}; several with weights: DATA=0.7 DATA=0.3")
     add("--tokenizer", help="folder or hub name; not needed for token ids")
     add_chat_template_option(add)
     add_data_options(add)
@@ -161,27 +207,111 @@ def _parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def measure_lengths(
-    data: Any, skipped: SkippedRows, advance: Callable[[int], None] = lambda done: None
-) -> tuple[np.ndarray, int | None]:
-    """Return the lengths of the first samples, and the number of samples; None if unknown.
+    data: Any, skipped: SkippedRows, composition: Composition
+) -> tuple[list[np.ndarray], int | None]:
+    """Return the lengths of each source's first samples, and the samples; None if unknown.
 
     skipped: counts the rows of a stream that cannot be used.
+    composition: counts the first samples.
     """
     import numpy as np
 
+    if data.lengths is not None:
+        return _stored_lengths(data, composition)
+    sources = data.stream_settings.sources
+    lengths, is_all = [], True
+    for source in sources:
+        rows = source.read(0, 1)
+        tokens = MAX_STREAM_PACKS * data.stream_settings.budget // len(sources)
+        read = list(_stream_lengths(data, rows, tokens, skipped, composition))
+        lengths.append(np.array(read, np.int64))
+        is_all &= next(rows, None) is None
+    return lengths, sum(map(len, lengths)) if is_all else None
+
+
+def _stored_lengths(data: Any, composition: Composition) -> tuple[list[np.ndarray], int]:
+    """Count samples whose tokens are stored."""
+    import numpy as np
+
+    store = data.reader.store
+    tokens = 0
+    for document in range(min(len(store), MAX_SAMPLES)):
+        array, where = store.locate(document)
+        composition.add(np.asarray(array.flat[where]), array.labels_of(where))
+        tokens += where.stop - where.start
+        if tokens >= MAX_STREAM_PACKS * data.settings["budget"]:
+            break
+    lengths = np.asarray(data.lengths[:MAX_LENGTHS], np.int64)
+    bounds = store.source_bounds(max(array.source for array in store.arrays) + 1)
+    return np.split(lengths, bounds[1:-1]), len(data.lengths)
+
+
+def _stream_lengths(
+    data: Any, rows: Any, max_tokens: int, skipped: SkippedRows, composition: Composition
+) -> Iterator[int]:
+    """Encode the first rows of a stream; yield the lengths of their samples."""
     from ..packing.encoding import ENCODE_BATCH, encode_rows, raise_or_skip
 
-    if data.lengths is not None:
-        return np.asarray(data.lengths[:MAX_LENGTHS], np.int64), len(data.lengths)
-    stream, lengths, tokens = data.stream_settings, [], 0
-    rows, counted = stream.sources[0].read(0, 1), skipped if stream.skips_errors else None
-    max_tokens = MAX_STREAM_PACKS * stream.budget
+    stream, tokens = data.stream_settings, 0
+    counted = skipped if stream.skips_errors else None
     while tokens < max_tokens and (batch := list(islice(rows, ENCODE_BATCH))):
-        samples = raise_or_skip(encode_rows(batch, stream.encoder), counted)
-        more = [len(sample) for sample in samples]
-        lengths, tokens = lengths + more, tokens + sum(more)
-    is_all = next(rows, None) is None
-    return np.array(lengths, np.int64), len(lengths) if is_all else None
+        for sample in raise_or_skip(encode_rows(batch, stream.encoder), counted):
+            composition.add(sample.tokens, sample.labels)
+            tokens += len(sample)
+            yield len(sample)
+
+
+def _role_lines(encoder: Any, sources: list[Any]) -> list[str]:
+    """Describe the roles of the first chats."""
+    from ..packing.sources import RowSource
+    from .data_report import role_line
+
+    tokenizer = encoder.tokenizer
+    if not hasattr(tokenizer, "apply_chat_template"):
+        return []
+    rows = (row for each in sources if isinstance(each, RowSource) for row in _first_rows(each))
+    line = role_line(
+        _chats(encoder, rows), lambda text: tokenizer.encode(text, add_special_tokens=False)
+    )
+    return [] if line is None else [line]
+
+
+def _first_rows(source: Any) -> Iterator[Any]:
+    for row in islice(source.read(0, 1), MAX_CHATS):
+        if not isinstance(row.value, ValueError):
+            yield row.value
+
+
+def _chats(encoder: Any, rows: Iterator[Any]) -> Iterator[tuple[Any, int]]:
+    """Yield the messages of rows that are chats, and their tokens."""
+    from ..packing import Sample
+
+    for row in rows:
+        (sample,) = encoder.encode([row])
+        if isinstance(sample, Sample):  # others were counted as skipped
+            row = row if encoder.format is None else encoder.format(row)
+            if isinstance(row, dict) and isinstance(row.get("messages"), list | tuple):
+                yield row["messages"], len(sample)
+
+
+def _source_lines(
+    sources: list[tuple[str, float | None]], data: Any, lengths: list[np.ndarray]
+) -> list[str]:
+    """Describe the sources of a mixture."""
+    if len(sources) == 1:
+        return []
+    weights = [weight or 0.0 for _, weight in sources]
+    sizes = [int(each.sum()) for each in lengths]
+    laps = data.report().get("laps") if data.lengths is not None else None
+    lines = []
+    for i, (name, weight) in enumerate(sources):
+        read = "" if laps is None else f", read {laps[i]:.2f} times per epoch"
+        lines.append(
+            f"source {printable(name)}: weight {weight:g}, {weights[i] / sum(weights):.1%} of the "
+            f"packs; {len(lengths[i]):,} samples, {sizes[i] / max(1, sum(sizes)):.1%} of the "
+            f"data{read}"
+        )
+    return lines
 
 
 def _report(
@@ -189,9 +319,10 @@ def _report(
     tokenizer: Any,
     lengths: np.ndarray,
     total: int | None,
-    notes: list[str],
+    lines: tuple[list[str], list[str]],
     packs: list[Pack],
 ) -> DataReport:
+    """Return the report. lines: its notes and facts."""
     from .data_report import DataReport, budget_rows, labelled_samples, length_bins
 
     texts = []
@@ -200,9 +331,10 @@ def _report(
         clean = [(n, [span._replace(text=printable(span.text)) for span in s]) for n, s in samples]
         texts.append((_pack_title(pack), clean))
     return DataReport(
-        name=printable(args.data),
+        name=printable(" + ".join(name for name, _ in args.sources)),
         summary=_summary(lengths, total),
-        notes=notes,
+        notes=lines[0],
+        facts=lines[1],
         num_samples=len(lengths),
         num_tokens=int(lengths.sum()),
         bins=length_bins(lengths),
@@ -228,8 +360,7 @@ def _summary(lengths: np.ndarray, total: int | None) -> str:
 
 def _too_long(max_length: int | None, overflow: str) -> str:
     limit = "" if max_length is None else f"{max_length:,} tokens (--max-length) or "
-    then = {"split": "split", "truncate": "truncated", "drop": "dropped", "error": "refused"}
-    return f"samples longer than {limit}the budget; they are {then[overflow]} (--overflow)"
+    return f"samples longer than {limit}the budget; they are {FATES[overflow]} (--overflow)"
 
 
 def _print(report: DataReport) -> None:
@@ -242,6 +373,8 @@ def _print(report: DataReport) -> None:
     out.print(report.summary, style="bold")
     for note in report.notes:
         out.print(note, style="yellow")
+    for fact in report.facts:
+        out.print(fact)
     lengths = table("length", "", "samples", right=("length", "samples"))
     most = max(each.samples for each in report.bins)
     for low, high, samples in report.bins:

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = (
     "runtime", "kernels", "packing", "attention", "collators", "trainer", "inference", "cli",
-    "recipes",
+    "recipes", "integrations",
 )  # fmt: skip
 ANYWHERE = {"numpy", "tqdm", *sys.stdlib_module_names}
 
@@ -29,6 +29,7 @@ OURS = {
     "inference": {"attention", "kernels", "runtime"},
     "cli": set(ROOMS),
     "recipes": set(ROOMS),
+    "integrations": {"packing", "collators", "attention", "trainer", "inference", "runtime"},
 }
 OTHERS = {
     "runtime": {"torch"},
@@ -38,6 +39,7 @@ OTHERS = {
     "collators": {"torch"},
     "trainer": {"torch"},
     "inference": {"torch", "triton"},
+    "integrations": {"axolotl", "pydantic"},
 }
 # A library, or a room of ours, that only some files of a room may import.
 ONLY_IN = {
@@ -230,7 +232,7 @@ def test_every_folder_has_a_face():
             doc = ast.get_docstring(parsed(folder / "__init__.py"))
             if not doc or not doc.splitlines()[0].endswith("."):
                 wrong.append(f"{name}/__init__.py does not say in a sentence what it is for")
-            if name not in ("cli", "recipes", "recipes/support") and not exported(
+            if name not in ("cli", "integrations", "recipes", "recipes/support") and not exported(
                 folder.relative_to(ROOT).parts
             ):
                 wrong.append(f"{name}/__init__.py lists no public names")

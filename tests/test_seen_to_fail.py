@@ -1466,6 +1466,29 @@ FAULTS = {
         "nopad.trainer.with_hf.intact_checkpoints",
         "latest_intact_checkpoint = lambda folder: max(folder.glob('checkpoint-*'))",
     ),
+    "Axolotl counts the steps": (
+        "integrations/test_axolotl.py::test_steps_are_those_of_packs_not_of_axolotl_s_batches",
+        "nopad.integrations.axolotl",
+        "right = NopadPlugin.get_training_args\n"
+        "NopadPlugin.get_training_args = lambda self, cfg: {**right(self, cfg), 'max_steps': 99}",
+    ),
+    "settings of Axolotl are ignored": (
+        "integrations/test_axolotl.py::test_settings_of_axolotl_without_effect_are_refused",
+        "nopad.integrations.axolotl", "check_settings = lambda cfg: None",
+    ),
+    "every token is in the loss": (
+        "cli/test_inspect_data.py::test_loss_tokens_duplicates_and_extremes_are_named",
+        "nopad.cli.data_report.composition",
+        "right = Composition.add\n"
+        "Composition.add = lambda self, tokens, labels: right(self, tokens, None)",
+    ),
+    "a mixture has equal weights": (
+        "cli/test_inspect_data.py::test_a_mixture_is_inspected_with_its_weights",
+        "nopad.cli.inspect_data",
+        "right = weighted_sources\n"
+        "weighted_sources = lambda names: [\n"
+        "    (name, weight and 1.0) for name, weight in right(names)]",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 

@@ -27,6 +27,8 @@ class DataReport:
     name: str
     summary: str
     notes: Sequence[str]
+    facts: Sequence[str]
+    """Loss tokens, duplicates, extreme lengths, roles and sources, in lines."""
     num_samples: int
     num_tokens: int
     bins: Sequence[Bin]
@@ -50,7 +52,7 @@ def page(report: DataReport) -> str:
     chosen = next((row for row in report.rows if row.budget == report.budget), None)
     parts = [
         f"<header><h1>{escape(report.name)}</h1><p>{escape(report.summary)}</p>",
-        *(f"<p>{escape(note)}</p>" for note in report.notes),
+        *(f"<p>{escape(line)}</p>" for line in (*report.notes, *report.facts)),
         "</header>",
         _cards(report, chosen),
         _section("Sample lengths", "Samples by their number of tokens.", _bins(report.bins)),

@@ -1,4 +1,6 @@
-"""Tables and plots of the benchmark records; each comes from the newest record of its kind.
+"""Tables and plots of the benchmark records, and the table of model types of the tests.
+
+A table of benchmarks comes from the newest record of its kind.
 
 Every function below returns Markdown or SVG. `hooks.py` puts the Markdown into the pages, and
 `update.py` writes what is committed: the pictures, and the table of the README.
@@ -6,6 +8,7 @@ Every function below returns Markdown or SVG. `hooks.py` puts the Markdown into 
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -357,6 +360,30 @@ def tokenize_table() -> str:
     ]
     head = ["", "text", "time", "MB/s", "MB per CPU second", "tokens per CPU second", "memory"]
     return _table(head, rows, path)
+
+
+def types_table() -> str:
+    """Return what each causal-LM type of Transformers can do, from the lists of its test."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    tree = ast.parse((ROOT / "tests/attention/hf/test_model_zoo.py").read_text(encoding="utf-8"))
+    texts = {
+        ast.unparse(node.targets[0]): node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    }
+    refused, untested = (texts[name].split() for name in ("_REFUSED", "_TOO_BIG"))
+    right = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*refused, *untested})
+    rows = [
+        [f"{len(right)} types: packed training and the engine", _names(right)],
+        [f'{len(refused)} types: `attn_implementation="nopad"` refuses them', _names(refused)],
+        [f"{len(untested)} types: not tested", _names(untested)],
+    ]
+    return _table(["what", "`model_type`"], rows)
+
+
+def _names(types: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in types)
 
 
 def results_table() -> str:

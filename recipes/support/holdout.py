@@ -18,11 +18,9 @@ from nopad.packing.encoding import Encoder
 from nopad.packing.sources import RowSource
 from nopad.recipes.support.run_dir import is_main_process
 from nopad.recipes.support.stdlib_corpus import parses
-from nopad.trainer.evaluation import Example, GenerationEval
+from nopad.trainer.evaluation import Example, GenerationEval, row_example
 
 ONE_IN = 50
-PROMPT_CHARS, REFERENCE_CHARS = 160, 40
-"""A text's first characters are the prompt; the next ones are the reference."""
 SAMPLING = {"temperature": 0.5, "max_tokens": 48}
 """Greedy completions of a small model repeat themselves, so that its scores jump up and down."""
 
@@ -87,33 +85,6 @@ def pick_examples(
                 picked[digest] = example
     smallest = min(seen, default="")
     return picked or ({smallest: seen[smallest]} if len(seen) > 1 else {})
-
-
-def row_example(row: Any, column: str = "text", convert: Callable | None = None) -> Example | None:
-    """Turn a row into a prompt and a reference; None if it has no reference.
-
-    The reference is the completion, the last answer of a conversation, or how a text continues.
-
-    >>> row_example({"prompt": "1 + 1 =", "completion": " 2"})
-    Example(prompt='1 + 1 =', reference=' 2')
-    """
-    try:
-        row = convert(row) if convert else row
-    except ValueError:
-        return None  # malformed: the encoder raises and names the row
-    match row if isinstance(row, dict) else {column: row}:
-        case {"prompt": str(prompt), "completion": str(completion)}:
-            return Example(prompt, completion)
-        case {"messages": [*turns, {"role": "assistant", "content": str(answer)}]} if turns:
-            is_chat = all(isinstance(turn, dict) for turn in turns)
-            return Example(turns, answer) if is_chat else None
-        case {"messages": _}:
-            return None
-        case other:
-            text, end = other.get(column), PROMPT_CHARS + REFERENCE_CHARS
-            if not isinstance(text, str) or len(text) <= end:
-                return None
-            return Example(text[:PROMPT_CHARS], text[PROMPT_CHARS:end])
 
 
 def matched(text: str, reference: str) -> float:

@@ -357,3 +357,53 @@ def test_a_long_text_is_cut_in_the_middle():
     ((length, (first, rest)),) = labelled_samples(pack, None, 20)
     assert length == 90 and first == ("9", False)
     assert rest.text.startswith("10 11") and rest.text.endswith("98") and " … " in rest.text
+
+
+def test_loss_tokens_duplicates_and_extremes_are_named(tmp_path, monkeypatch, capsys):
+    rows = [[5, 6, 7], [5, 6, 7], list(range(20)), [8, 9]]
+    labels = [[-100, -100, 7], [-100, -100, 7], list(range(20)), [-100, -100]]
+    pairs = zip(rows, labels, strict=True)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"input_ids": r, "labels": n}) + "\n" for r, n in pairs))
+    told = [
+        "in the loss: 75.0% of the tokens; without labels: 1 (samples 3); "
+        "duplicates: 1 (samples 1)",
+        "longest: 20, 3, 3 tokens (samples 2, 1, 0); truncated: 1 (samples 2)",
+        "shortest: 2, 3, 3 tokens (samples 3, 0, 1)",
+    ]
+    given = ["inspect", str(path), "--budget", "16", "--overflow", "truncate"]
+    for small in (1 << 20, 0):  # stored, and streamed
+        monkeypatch.setattr("nopad.packing.pipeline.SMALL_BYTES", small)
+        page = tmp_path / "page.html"
+        assert main([*given, "--html", str(page)]) == 0
+        assert capsys.readouterr().out.splitlines()[1:4] == told
+        assert all(f"<p>{line}</p>" in page.read_text() for line in told)
+    assert main([*given, "--decode", "2"]) == 0
+    assert capsys.readouterr().out.count("tokens, ") >= 2
+
+
+def test_tokens_of_chats_are_told_by_role(checkpoint_dir, tmp_path, capsys):
+    turns = [{"role": "user", "content": "a b c"}, {"role": "assistant", "content": "d"}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text((json.dumps({"messages": turns}) + "\n") * 3)
+    given = ["inspect", str(path), "--tokenizer", str(checkpoint_dir), "--budget", "64"]
+    assert main(given) == 0
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("tokens by role"))
+    found = re.fullmatch(
+        r"tokens by role in 3 chats: user ([\d.]+)%, assistant ([\d.]+)%, template ([\d.]+)%", line
+    )
+    user, assistant, template = map(float, found.groups())
+    assert user > assistant > 0 and abs(user + assistant + template - 100) < 0.2
+
+
+def test_a_mixture_is_inspected_with_its_weights(data, tmp_path, capsys):
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"input_ids": [1, 2, 3, 4]}\n' * 50)
+    assert main(["inspect", f"{data}=3", f"{other}=1", "--budget", "128"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("250 samples")
+    assert f"source {other}: weight 1, 25.0% of the packs; 50 samples" in out
+    assert main(["inspect", str(data), str(other)]) == 2
+    assert "several sources need weights: a.jsonl=0.7 b.jsonl=0.3" in capsys.readouterr().err
+    assert main(["inspect", f"{data}=3"]) == 2
+    assert "one source needs no weight" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Evaluation by generation during training: examples, metrics, a time budget, reports."""
 
+from .example_rows import read_examples, row_example
 from .generation_eval import GenerationEval
 from .metrics import contains, exact_match, regex_match
 from .report import Example, Report
@@ -11,6 +12,8 @@ __all__ = [
     "Report",
     "contains",
     "exact_match",
+    "read_examples",
     "regex_match",
     "report_lines",
+    "row_example",
 ]

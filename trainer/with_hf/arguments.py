@@ -55,7 +55,7 @@ TRAINING: dict[str, tuple[Accepts, str]] = {
     ),
     "use_cache": (_never, "packed batches carry use_cache=False, which keeps documents apart"),
     "use_liger_kernel": (
-        _never, "its loss would replace the exact one; nopad's fused kernels are on by default",
+        _never, "its loss would replace the exact one; nopad compiles the layers by default",
     ),
     "neftune_noise_alpha": (
         _never, "its noise is scaled by the length of a row, which here is that of a pack",

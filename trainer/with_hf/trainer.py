@@ -76,6 +76,11 @@ TRL_TRAINERS = {
     "RewardTrainer": "nopad.trainer.with_trl.PackedRewardTrainer",
 }
 """Trainers of TRL that pack their own batches, in place of `PackedTrainerMixin`."""
+REPLACED = {
+    ("trl", "SFTTrainer"): "PackedSFTTrainer",
+    ("axolotl", "AxolotlTrainer"): "NopadTrainer",
+}
+"""Trainers of other libraries whose `compute_loss` the mixin replaces, and the class that does."""
 
 
 class PackedTrainerMixin(IntactCheckpointMixin):
@@ -626,12 +631,12 @@ def check_compute_loss(trainer: type) -> None:
     below = bases[bases.index(PackedTrainerMixin) + 1 :]
     packed = "PackedTrainer"
     for base in reversed(bases):
-        is_trl = base.__module__.startswith("trl.")
-        if is_trl and base.__name__ == "SFTTrainer":
-            packed = "PackedSFTTrainer"
+        library = base.__module__.partition(".")[0]
+        if (library, base.__name__) in REPLACED:
+            packed = REPLACED[library, base.__name__]
         elif "compute_loss" not in vars(base) or base in (PackedTrainerMixin, Trainer):
             continue
-        elif is_trl:
+        elif library == "trl":
             advice = TRL_TRAINERS.get(base.__name__, "the class without PackedTrainerMixin")
             raise ValueError(
                 f"{base.__name__} computes its loss from its own batches: use {advice}"

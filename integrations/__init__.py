@@ -1,0 +1,1 @@
+"""Plugins for frameworks that are configured by a file: Axolotl."""

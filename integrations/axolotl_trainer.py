@@ -1,0 +1,21 @@
+"""Axolotl's trainer on packs; it keeps Axolotl's optimizers, schedules, checkpoints and logs."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+from axolotl.core.trainers import AxolotlTrainer
+
+from ..trainer.with_hf import PackedTrainerMixin
+
+
+class NopadTrainer(PackedTrainerMixin, AxolotlTrainer):
+    """Axolotl's trainer on packs of `sequence_len * micro_batch_size` tokens."""
+
+    def __init__(self, model: Any, args: Any, **kwargs: Any):
+        """Take the arguments that Axolotl's builder passes."""
+        budget = args.max_seq_length * args.per_device_train_batch_size
+        args = copy(args)
+        args.per_device_train_batch_size = 1
+        super().__init__(model, args, budget=budget, **kwargs)

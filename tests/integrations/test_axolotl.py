@@ -1,0 +1,156 @@
+"""Axolotl with the plugin: losses of PackedTrainer, evaluations by generation, refused settings.
+
+The first test needs Axolotl, whose pins differ from ours: `.ci/axolotl` runs it in an environment
+of its own. The others also run without Axolotl, on a base class without methods.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
+
+HAS_AXOLOTL = importlib.util.find_spec("axolotl") is not None
+PLUGIN = "nopad.integrations.axolotl.NopadPlugin"
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+TRAINING = {"learning_rate": 2e-3, "gradient_accumulation_steps": 2, "warmup_steps": 2}
+SETTINGS = {
+    "sequence_len": 256, "micro_batch_size": 2, "sample_packing": True, "eval_sample_packing": True,
+    "pad_to_sequence_len": True, "val_set_size": 0.1, "adapter": "lora", "lora_r": LORA["r"],
+    "lora_alpha": LORA["lora_alpha"], "lora_target_modules": LORA["target_modules"],
+    "num_epochs": 2, "optimizer": "adamw_torch", "lr_scheduler": "cosine", "bf16": False,
+    "gradient_checkpointing": True, "logging_steps": 1, "flash_attention": True,
+    "evals_per_epoch": 1, "saves_per_epoch": 1, "weight_decay": 0.0, "dataset_num_proc": 1,
+    "special_tokens": {"pad_token": "<|end_of_text|>"}, "nopad_eval_max_tokens": 4, **TRAINING,
+}  # fmt: skip
+"""The keys of Axolotl's example of LoRA for a small Llama (examples/llama-3/lora-1b.yml)."""
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    if not HAS_AXOLOTL:
+        base: ModuleType = ModuleType("axolotl.integrations.base")
+        base.BasePlugin = type("BasePlugin", (), {})
+        for name in ("axolotl", "axolotl.integrations", base.__name__):
+            monkeypatch.setitem(sys.modules, name, base)
+    monkeypatch.delitem(sys.modules, "nopad.integrations.axolotl", raising=False)
+    return importlib.import_module("nopad.integrations.axolotl").NopadPlugin()
+
+
+def write_inputs(folder) -> None:
+    """Write a tiny Llama with its tokenizer, Alpaca rows, and examples to complete."""
+    vocab = ["<|begin_of_text|>", "<|end_of_text|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    inner = Tokenizer(models.BPE({token: i for i, token in enumerate(vocab)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    ends = {"bos_token": vocab[0], "eos_token": vocab[1]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **ends)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocab), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    draw = random.Random(0)
+    rows = [{"instruction": f"Count to {n}" + "." * draw.randrange(30), "input": "",
+             "output": "!" * draw.randrange(1, 60)} for n in range(40)]  # fmt: skip
+    examples = [{"prompt": row["instruction"], "completion": row["output"]} for row in rows[:3]]
+    for name, lines in (("alpaca", rows), ("examples", examples)):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text)
+
+
+@pytest.mark.skipif(not HAS_AXOLOTL, reason="Axolotl pins other versions: run .ci/axolotl")
+def test_axolotl_trains_with_the_losses_of_packed_trainer(tmp_path, monkeypatch):
+    monkeypatch.setenv("AXOLOTL_DO_NOT_TRACK", "1")  # read when Axolotl is imported
+    import yaml
+    from axolotl.cli.config import load_cfg
+    from axolotl.common.datasets import load_datasets
+    from axolotl.train import train
+    from nopad import PackedTrainer
+    from nopad.integrations.axolotl_trainer import NopadTrainer
+    from peft import LoraConfig, get_peft_model
+
+    write_inputs(tmp_path)
+    rows = {"path": str(tmp_path / "alpaca.jsonl"), "ds_type": "json", "type": "alpaca"}
+    paths = {"base_model": str(tmp_path / "model"), "output_dir": str(tmp_path / "out"),
+             "dataset_prepared_path": str(tmp_path / "prepared"), "datasets": [rows],
+             "nopad_eval_data": str(tmp_path / "examples.jsonl")}  # fmt: skip
+    path = tmp_path / "lora.yml"
+    path.write_text(yaml.safe_dump({"plugins": [PLUGIN], **SETTINGS, **paths}))
+    cfg = load_cfg(str(path))
+    meta = load_datasets(cfg=cfg)
+    first: dict[str, torch.Tensor] = {}
+    stock = NopadTrainer.train
+
+    def keep_and_train(trainer, *args, **kwargs):
+        first.update({n: p.detach().clone() for n, p in trainer.model.named_parameters()})
+        return stock(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(NopadTrainer, "train", keep_and_train)
+    *_, trainer = train(cfg=cfg, dataset_meta=meta)
+    assert trainer.model.config._attn_implementation == "nopad"
+    assert trainer.train_dataset.settings["budget"] == 512
+
+    base = LlamaForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="nopad")
+    model = get_peft_model(base, LoraConfig(**LORA, task_type="CAUSAL_LM"))
+    assert not model.load_state_dict(first, strict=False).unexpected_keys
+    args = TrainingArguments(
+        str(tmp_path / "ours"), seed=trainer.args.seed, num_train_epochs=2,
+        lr_scheduler_type="cosine", weight_decay=0.0, optim="adamw_torch", logging_steps=1,
+        report_to="none", use_cpu=True, **TRAINING,
+    )  # fmt: skip
+    ours = PackedTrainer(
+        model, args, train_dataset=meta.train_dataset, eval_dataset=meta.eval_dataset, budget=512
+    )
+    ours.train()
+    assert logged(trainer, "loss") == logged(ours, "loss") and len(logged(ours, "loss")) > 4
+    assert logged(trainer, "eval_loss")[-1] == ours.evaluate()["eval_loss"]
+    assert logged(trainer, "eval_examples") == [3, 3, 3], "at the start and after every epoch"
+
+
+def logged(trainer, name: str) -> list[float]:
+    return [line[name] for line in trainer.state.log_history if name in line]
+
+
+def test_axolotl_s_packing_and_attention_are_replaced(plugin):
+    cfg = {"sample_packing": True, "pad_to_sequence_len": True, "flash_attention": True,
+           "lora_qkv_kernel": True}  # fmt: skip
+    plugin.register(cfg)
+    assert not cfg["sample_packing"] and not cfg["pad_to_sequence_len"]
+    assert cfg["attn_implementation"] == "sdpa" and "flash_attention" not in cfg
+    assert cfg["lora_qkv_kernel"] is True and cfg["lora_mlp_kernel"] is False
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [({"sample_packing": False}, "sample_packing: false contradicts the nopad plugin"),
+     ({"rl": "dpo"}, "rl: the nopad plugin is for supervised fine-tuning"),
+     ({"pretraining_dataset": ["c4"]}, "pretraining_dataset does not apply to packs"),
+     ({"context_parallel_size": 2}, "context_parallel_size does not apply to packs")],
+)  # fmt: skip
+def test_settings_of_axolotl_without_effect_are_refused(plugin, setting, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        plugin.register(setting)
+    plugin.register({"context_parallel_size": 1})
+
+
+def test_steps_are_those_of_packs_not_of_axolotl_s_batches(plugin):
+    names = ("max_steps", "warmup_steps", "warmup_ratio", "curriculum_sampling",
+             "sample_packing_sequentially")  # fmt: skip
+    cfg = SimpleNamespace(**dict.fromkeys(names))
+    args = plugin.get_training_args(cfg)
+    assert (args["max_steps"], args["warmup_steps"]) == (-1, 0.03)
+    assert "train_sampling_strategy" not in args
+    cfg.max_steps, cfg.warmup_steps, cfg.curriculum_sampling = 7, 2, True
+    args = plugin.get_training_args(cfg)
+    assert args["max_steps"] == 7 and "warmup_steps" not in args
+    assert args["train_sampling_strategy"] == "sequential"
