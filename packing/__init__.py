@@ -14,6 +14,7 @@ from .pack import MAX_BUDGET, Pack
 from .planning.packer import Packer
 from .planning.planner import Plan, Planner, pack_lengths
 from .sample import IGNORE_INDEX, Sample
+from .targets import add_target, is_per_token
 from .token_ids import MAX_TOKEN_ID, check_masks, make_sample, validate_token_ids
 
 if TYPE_CHECKING:
@@ -30,8 +31,10 @@ __all__ = [
     "Plan",
     "Planner",
     "Sample",
+    "add_target",
     "check_flags",
     "check_masks",
+    "is_per_token",
     "jit",
     "make_sample",
     "pack_lengths",

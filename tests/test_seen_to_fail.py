@@ -976,10 +976,10 @@ FAULTS = {
     ),
     "any model is a causal LM": (
         "trainer/loss/test_attached_loss.py::test_models_that_are_no_causal_lm_are_refused",
-        "nopad.trainer.loss.attached_loss", "not_causal_lm_reason = lambda model: None",
+        "nopad.trainer.loss.heads", "not_causal_lm_reason = lambda model: None",
     ),
     "labels of documents are dropped": (
-        "collators/test_packed.py::test_what_packing_refuses_is_refused_of_plain_rows_too",
+        "collators/test_packed.py::test_labels_of_documents_reach_the_batch_and_are_not_padded",
         "nopad.collators.features",
         "right = as_samples\n"
         "as_samples = lambda rows: right(\n"
@@ -1454,7 +1454,7 @@ FAULTS = {
         "process_logits = lambda logits, *_: logits",
     ),
     "a pack has no boundaries": (
-        "trainer/with_trl/test_preference.py", "nopad.trainer.with_trl.packed_forward",
+        "trainer/with_trl/test_preference.py", "nopad.trainer.loss.packed_forward",
         "right = unpacked_forward\n"
         "def unpacked_forward(forward, budget, *a, **k):\n"
         "    one = lambda **k: forward(\n"
@@ -1463,7 +1463,7 @@ FAULTS = {
         "    return right(one, budget, *a, **k)",
     ),
     "a sequence of a pack is moved": (
-        "trainer/with_trl/test_preference.py", "nopad.trainer.with_trl.packed_forward",
+        "trainer/with_trl/test_preference.py", "nopad.trainer.loss.packed_forward",
         "right = unpacked_forward\n"
         "def unpacked_forward(*a, **k):\n"
         "    outputs = right(*a, **k)\n"

@@ -13,8 +13,8 @@ from .layer_check import check_every_layer, record_call
 from .leak_check import (
     embeddings_replaced,
     leaked_gradient,
-    logits_at,
     probe_positions,
+    probed_logits,
     zero_weights_filled,
 )
 from .mask_patch import (
@@ -85,7 +85,6 @@ __all__ = [
     "landmark_lengths",
     "layer_shapes",
     "leaked_gradient",
-    "logits_at",
     "mask_patch_installed",
     "module_mode",
     "nan_max",
@@ -93,6 +92,7 @@ __all__ = [
     "packed_batch",
     "pass_boundaries",
     "probe_positions",
+    "probed_logits",
     "random_documents",
     "record_call",
     "refuse_other_outputs",

@@ -190,8 +190,8 @@ def _check_model(module: nn.Module, varlen: Varlen, rows: int, layer: int) -> No
     while frame is not None and frame.f_code.co_qualname != UNPACKED_FORWARD:
         if frame.f_code.co_qualname.endswith("ForSequenceClassification.forward"):
             raise ValueError(
-                "a sequence classifier gives one row of logits for all documents of a pack: pass "
-                "one document per row, in padded batches with another attn_implementation"
+                "a sequence classifier gives one row of logits for all documents of a pack: train "
+                "it with a trainer of nopad.trainer, or call attach_loss(model) first"
             )
         frame = frame.f_back
 

@@ -84,6 +84,7 @@ def pack_like(train: PackedDataset, source: Any, tokenizer: Any = None) -> Packe
         rank=train.rank,
         world_size=train.world_size,
         cache_dir=train.cache_dir,
+        label_column=encoder.label_column,
         **{name: train.settings[name] for name in COMMON},
     )
 

@@ -22,10 +22,9 @@ from ...attention.hf import (
     embeddings_replaced,
     eval_mode,
     leaked_gradient,
-    logits_at,
     module_mode,
     nan_max,
-    probe_positions,
+    probed_logits,
 )
 from ...collators import PackedCollator
 from ...packing import Pack, Sample
@@ -159,7 +158,7 @@ def _is_random(model: Any, batch: dict[str, Any], mask: bool) -> bool:
     device = next(model.parameters()).device
     with preserve_rng(), module_mode(model, training=True):
         before = rng_states(device)
-        logits_at(model, batch, torch.tensor([0]), mask)
+        probed_logits(model, batch, [1], mask)
         pairs = zip(before, rng_states(device), strict=True)
         return not all(torch.equal(a, b) for a, b in pairs)
 
@@ -217,9 +216,9 @@ def _can_pad(collator: Any, samples: int, padding: int) -> bool:
 
 def _logits(model: Any, batch: dict[str, Any], lengths: list[int], mask: bool) -> list[Tensor]:
     """Return the logits at some places of each sample."""
-    places, counts = probe_positions(lengths)
     with torch.enable_grad():  # kernels are chosen by whether there will be a backward
-        logits = logits_at(model, batch, places, mask).detach()
+        logits, counts = probed_logits(model, batch, lengths, mask)
+    logits = logits.detach()
     # For a vocabulary that is masked in part: -inf differs from itself by NaN.
     is_masked = logits <= torch.finfo(logits.dtype).min
     return list(logits.float().masked_fill(is_masked, 0.0).split(counts))

@@ -51,6 +51,7 @@ def check_run(
     attention = getattr(config, "_attn_implementation", "eager")
     _check_lengths(data, config)
     _check_weights(model, collator)
+    _check_labels(model, data)
     rows, boundaries = _check_rows(data, config, collator), _boundaries(model, attention)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         rows[0] = rows[0][-1:]  # a teacher keeps no activations: a long row may not fit
@@ -206,6 +207,22 @@ def _check_weights(model: nn.Module, collator: Any) -> None:
         )
 
 
+def _check_labels(model: Any, data: PackedDataset) -> None:
+    """Raise if the labels of the data are not those that the head of the model learns."""
+    head = model.nopad_loss.head if hasattr(model, "nopad_loss") else "causal"
+    name, needs = type(model).__name__, head in ("token", "document")
+    if needs and not data.is_labelled:
+        raise ValueError(
+            f"{name} learns the label of each {head}, but the data has none: pass "
+            "PackedDataset(label_column=...), the name of their column"
+        )
+    if data.is_labelled and not needs:
+        raise ValueError(
+            f"the data has labels of documents, but {name} predicts tokens: omit label_column=, or "
+            "load the model with AutoModelForSequenceClassification"
+        )
+
+
 def _describe_plan(data: PackedDataset) -> list[str]:
     """Describe the number of packs, their fill, and the samples that overflow."""
     budget, max_packs, limit = data.settings["budget"], data.max_packs, data.settings["max_length"]
@@ -267,15 +284,15 @@ def _times(laps: float) -> str:
 def check_first_batches(loader: PackedLoader, *models: Any) -> None:
     """Make a loader refuse batches that do not fit the models before they are trained on."""
     loader.limits = ModelLimits.of(*models)
-    loader.first_step_check = partial(check_batches, vocab_size=loader.limits.vocab_size)
+    loader.first_step_check = partial(check_batches, limits=loader.limits)
 
 
-def check_batches(batches: list[dict], vocab_size: int) -> None:
+def check_batches(batches: list[dict], limits: ModelLimits) -> None:
     """Refuse the batches of the first step if token ids or labels cannot belong to the model."""
     label_tokens = 0
     for batch in batches:
         label_tokens += int((batch["labels"] != IGNORE_INDEX).sum())
-        ModelLimits(vocab_size).check_ids(batch)
+        limits.check_ids(batch)
     if not sum_over_ranks(label_tokens):
         raise ValueError(
             "no label of the first step counts for the loss: check the labels "

@@ -16,8 +16,8 @@ from ...attention.hf import (
     zero_weights_filled,
 )
 from ...runtime import unwrap_model
+from ..loss.packed_forward import packed_forward
 from ..monitoring.packing_check import measure_leak
-from .packed_forward import packed_forward
 
 _Base = Trainer if TYPE_CHECKING else object
 STOCK_ATTENTION = ("eager", "sdpa", "flex_attention")
