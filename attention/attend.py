@@ -30,9 +30,10 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
     backend: str | None = None,
 ) -> Tensor:
-    """Attend q [T, H, Dk] to k [T, Hkv, Dk], v [T, Hkv, Dv]: causal inside each sequence.
+    """Attend q [T, H, Dk] to k [T, Hkv, Dk], v [T, Hkv, Dv]: inside each sequence.
 
     With `varlen.group`, q, k and v are this rank's part of the T tokens (sequence parallelism).
 
@@ -43,20 +44,22 @@ def attend(
         varlen: where the sequences begin and, with pages, where all their keys are.
         layer: the layer of the cache to use, with pages.
         scale: positive factor of the scores; default: 1 / sqrt(Dk).
-        window: number of keys a query sees, itself included.
+        window: number of keys a query sees, itself included; if not causal, to either side.
         softcap: cap of the scores, c * tanh(score / c).
         sinks: [H], one more logit per head, which takes weight and has no value.
+        causal: False lets a query see later keys too, as in encoders; not over pages.
         backend: the name of the backend to use; by default the best that supports the call.
     """
     if varlen.group is not None:
         options = {"layer": layer, "scale": scale, "window": window, "softcap": softcap}
+        options |= {"causal": causal}
         whole = replace(varlen, group=None)
         return attend_whole_row(
             lambda q, k, v, sinks: attend(q, k, v, whole, sinks=sinks, backend=backend, **options),
             *(q, k, v, sinks, varlen.group),
         )
     softmax_scale: float = q.shape[-1] ** -0.5 if scale is None else scale
-    score_params = ScoreParams(softmax_scale, window, softcap, sinks)
+    score_params = ScoreParams(softmax_scale, window, softcap, sinks, causal)
     pages = varlen.pages
     if pages is None:
         if torch.compiler.is_compiling():
@@ -65,6 +68,8 @@ def attend(
         return BACKEND_MODULES[name].packed(q, k, v, varlen, score_params)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("paged attention has no gradients: call the model inside torch.no_grad()")
+    if not causal:
+        raise ValueError("attention over pages is causal: run encoders without pages")
     keys, values = pages.cache.layer(layer)
     q = q.to(keys.dtype)
     name = select_backend(call_spec(q, keys, values, score_params, varlen), backend)

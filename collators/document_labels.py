@@ -28,9 +28,7 @@ def document_labels(
     targets: list[Any] = []
     for pack, width in zip(packs, widths, strict=True):
         targets += pack.targets or []
-        targets += [None] * (
-            len(pack.samples) + (len(pack.tokens) < width) - len(pack.targets or [])
-        )
+        targets += [None] * (len(pack.tokens) < width)  # an empty pack has no targets
     targets += [None] * (num_sequences - len(targets))
     are_per_token = {is_per_token(target) for target in targets if target is not None}
     if len(are_per_token) > 1:

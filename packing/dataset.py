@@ -157,8 +157,7 @@ class PackedDataset(IterableDataset):
         """Open the source."""
         self.epochs, self.max_packs = check_counts(epochs=epochs, max_packs=max_packs)
         self.rank, self.world_size = _check_rank(*data_rank_and_size(rank, world_size, device_mesh))
-        self.cache_dir: Any = cache_dir
-        self.token_cache = TokenCache.of(cache_dir)
+        self.cache_dir, self.token_cache = cache_dir, TokenCache.of(cache_dir)
         self.encoder = encoder = make_encoder(
             tokenizer, label_column, text_column=text_column, format=format, add_eos=add_eos,
             vocab_size=vocab_size,
@@ -168,11 +167,10 @@ class PackedDataset(IterableDataset):
             "pad_to_multiple_of": pad_to_multiple_of, "max_length": max_length,
             "continue_positions": continue_positions, "pad_token_id": pad_token_id,
         }  # fmt: skip
-        packer = packer if label_column is None else check_labelled(packer)
         pairs = parse_mixture(source) or [(source, 1)]
         settings = PackSettings(
-            packer=packer, vocab_size=encoder.vocab_size, weights=[weight for _, weight in pairs],
-            stopping_strategy=stopping_strategy, seed=seed, shuffle=shuffle, shards=shards,
+            packer=check_labelled(packer, label_column), vocab_size=encoder.vocab_size,
+            weights=[weight for _, weight in pairs], stopping_strategy=stopping_strategy, seed=seed, shuffle=shuffle, shards=shards,
             pretokenize=pretokenize, balance=balance, max_packs=self.max_packs, on_error=on_error,
         )  # fmt: skip
         self.skipped, self.source_names = SkippedRows(), source_names(pairs)

@@ -95,15 +95,15 @@ def cut_targets(
     return cut
 
 
-def check_labelled(settings: dict[str, Any]) -> dict[str, Any]:
+def check_labelled(settings: dict[str, Any], label_column: str | None) -> dict[str, Any]:
     """Return the settings of a packer of documents with targets, or raise if they do not fit.
 
     A document that is too long raises, unless it is to be truncated or dropped.
     """
+    if label_column is None:
+        return settings
     if settings["strategy"] == "concat":
-        raise ValueError(
-            'strategy="concat" splits documents, but a document has one label: omit it'
-        )
+        raise ValueError('strategy="concat" splits documents, which have one label each: omit it')
     if settings["pad_to_multiple_of"] != 1:
         raise ValueError("pad_to_multiple_of= pads documents, whose heads would read it: omit it")
     return {**settings, "overflow": "error"} if settings["overflow"] == "split" else settings

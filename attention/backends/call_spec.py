@@ -28,6 +28,8 @@ class ScoreParams:
     """c in c * tanh(score / c)."""
     sinks: Tensor | None = None
     """[H]: one more logit per head, which takes weight and has no value."""
+    causal: bool = True
+    """Whether a query sees no later key; otherwise a window extends to both sides."""
 
     def __post_init__(self) -> None:
         if not self.scale > 0:  # the maximum is taken before the scale is applied
@@ -61,6 +63,7 @@ class CallSpec(NamedTuple):
     """One query per sequence, over pages."""
     large: bool = False
     """Thousands of tokens with little padding: device time decides, not host time."""
+    causal: bool = True
 
     @property
     def paged(self) -> bool:
@@ -101,6 +104,7 @@ def call_spec(
         page_size,
         page_size > 0 and varlen.max_length == 1,
         large,
+        score_params.causal,
     )
 
 

@@ -1,5 +1,6 @@
 """Transformers: `attn_implementation="nopad"`, which models are supported, and self-checks."""
 
+from .call_check import check_lengths
 from .check_rows import check_rows, landmark_lengths
 from .document_states import (
     decoder_layers,
@@ -8,7 +9,7 @@ from .document_states import (
     stateful_modules,
 )
 from .forward_context import current_varlen, forward_context
-from .interface import check_lengths, register
+from .interface import register
 from .layer_check import check_every_layer, record_call
 from .leak_check import (
     embeddings_replaced,
@@ -29,12 +30,14 @@ from .model_support import (
     declared_state,
     drops_kwargs,
     eval_mode,
+    is_encoder,
     layer_shapes,
     module_mode,
     nopad_attention,
     step_context,
     unsupported_reason,
 )
+from .model_types import position_offset
 from .router_logits import (
     collect_router_logits,
     has_router_logits,
@@ -82,6 +85,7 @@ __all__ = [
     "has_router_logits",
     "install_mask_patch",
     "install_router_hooks",
+    "is_encoder",
     "landmark_lengths",
     "layer_shapes",
     "leaked_gradient",
@@ -91,6 +95,7 @@ __all__ = [
     "nopad_attention",
     "packed_batch",
     "pass_boundaries",
+    "position_offset",
     "probe_positions",
     "probed_logits",
     "random_documents",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...attention.hf import SequenceLimit, rotary_limit, sequence_limit
+from ...attention.hf import SequenceLimit, position_offset, rotary_limit, sequence_limit
 from ...packing import IGNORE_INDEX
 
 
@@ -78,6 +78,7 @@ def length_limit(config: Any) -> SequenceLimit | None:
         reason = f"the {limit.length} that packs of this model may hold ({limit.reason})"
         limit = limit._replace(reason=reason)
     positions = getattr(config, "max_position_embeddings", None)
+    positions = None if positions is None else positions - position_offset(config)
     if positions is None or (limit is not None and limit.length <= positions):
         return limit
     return SequenceLimit(positions, f"the model's {positions} positions", alone=False)

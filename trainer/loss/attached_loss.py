@@ -27,7 +27,7 @@ from .auxiliary_loss import AuxiliaryLoss, sum_weights
 from .cross_entropy import linear_cross_entropy
 from .document_states import document_contexts, reset_states
 from .head_bypass import HeadBypass, NoLogits, bypass_of, has_plain_head, split_scale
-from .heads import find_head, run_per_document, score_losses
+from .heads import find_head, prepare_positions, reads_context, run_per_document, score_losses
 from .sequence_parallel import RowShards, check_shardable
 from .token_statistics import token_statistics
 
@@ -78,6 +78,9 @@ class AttachedLoss:
         if self._calls_loss:
             model.loss_function = self._loss
         self._find_bypass()  # now: it cannot be installed while the model is traced
+        self._position_hooks = prepare_positions(model)
+        self.needs_context = self.keeps_state or reads_context(model)
+        """Whether layers read the boundaries from the forward context."""
 
     @property
     def fused(self) -> bool:
@@ -119,6 +122,8 @@ class AttachedLoss:
         if self._bypass is not None:
             self._bypass.remove()
         self._auxiliary.remove()
+        for hook in self._position_hooks:
+            hook.remove()
         self.reset_states.undo()
         if self._calls_loss:
             del self.model._loss_function
@@ -205,7 +210,7 @@ class AttachedLoss:
     def _documents(self, kwargs: dict, row: Any) -> AbstractContextManager:
         """Pass the boundaries to stock masks, or to layers with a state."""
         cu_seqlens = kwargs.get("cu_seq_lens_q")
-        if cu_seqlens is None or not (self.mask_documents or self.keeps_state):
+        if cu_seqlens is None or not (self.mask_documents or self.needs_context):
             return nullcontext()
         return document_contexts(self, cu_seqlens, kwargs.get("input_ids", row).shape[-1])
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ...attention import not_causal_lm_reason
+from ...attention.hf import is_encoder, position_offset
 from .packed_forward import PackLayout, backbone_unpacked
 
 Head = Literal["causal", "masked", "token", "document"]
@@ -51,6 +52,31 @@ def find_head(model: Any) -> Head:
             "tokens; train this model on padded batches"
         )
     return kind
+
+
+def prepare_positions(model: Any) -> list[Any]:
+    """Make a model count the positions of packed batches as it does; return the hooks.
+
+    RoBERTa counts from `pad_token_id + 1`, packed batches from 0.
+    """
+    offset = position_offset(model.config.get_text_config())
+
+    def add_offset(_: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if kwargs.get("cu_seq_lens_q") is None:
+            return args, kwargs
+        return args, {**kwargs, "position_ids": kwargs["position_ids"] + offset}
+
+    return [model.register_forward_pre_hook(add_offset, with_kwargs=True)] if offset else []
+
+
+def reads_context(model: Any) -> bool:
+    """Return whether attention of a model needs the forward context of packed batches.
+
+    Encoders may drop keyword arguments, and models with another first position are refused
+    without it.
+    """
+    config = model.config.get_text_config()
+    return is_encoder(config) or position_offset(config) > 0
 
 
 def run_per_document(model: Any, forward: Any, inputs: dict[str, Any]) -> Any:
@@ -103,9 +129,8 @@ def score_losses(model: Any, logits: Tensor, targets: Tensor, is_labelled: bool)
         raise ValueError(f"problem_type={problem!r} needs floats as labels, one for each class")
     if not is_labelled and not has_classes:
         targets = torch.zeros_like(logits)
-    if (has_scores and has_classes) or targets.numel() != (
-        logits[:, 0] if has_classes else logits
-    ).numel():
+    num_labels = len(logits) if has_classes else logits.numel()
+    if targets.numel() != num_labels or (has_scores and has_classes):
         raise ValueError(
             f"labels of the shape {list(targets.shape)} for logits of {list(logits.shape)}: this "
             "head needs the labels of PackedDataset(label_column=...)"

@@ -26,7 +26,7 @@ from ...attention.hf import (
     nan_max,
     probed_logits,
 )
-from ...collators import PackedCollator
+from ...collators import MaskedCollator, PackedCollator
 from ...packing import Pack, Sample
 from ...runtime import gather_objects, preserve_rng, rng_states
 
@@ -204,7 +204,8 @@ def _batch(
     tokens = sum(map(len, samples))
     budget = budget if budget and _can_pad(collator, len(samples), budget - tokens) else tokens
     pack = Pack.of([Sample(ids) for ids in samples], budget)
-    batch = {k: v for k, v in collator(pack).items() if k not in ("labels", "loss_weights")}
+    made = collator.unmasked(pack) if isinstance(collator, MaskedCollator) else collator(pack)
+    batch = {k: v for k, v in made.items() if k not in ("labels", "loss_weights")}
     return _to_device(batch, model)
 
 

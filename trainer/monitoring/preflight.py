@@ -19,11 +19,13 @@ from tqdm import tqdm
 from ...attention.hf import (
     check_rows,
     install_mask_patch,
+    is_encoder,
     nan_max,
     sequence_limit,
     unsupported_reason,
     zero_weights_filled,
 )
+from ...collators import MaskedCollator
 from ...packing import IGNORE_INDEX, PackedDataset
 from ...packing.readers import PlannedPacks, estimate_report
 from ...runtime import Layout, gather_objects, rank, sum_over_ranks
@@ -51,7 +53,7 @@ def check_run(
     attention = getattr(config, "_attn_implementation", "eager")
     _check_lengths(data, config)
     _check_weights(model, collator)
-    _check_labels(model, data)
+    _check_labels(model, data, collator)
     rows, boundaries = _check_rows(data, config, collator), _boundaries(model, attention)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         rows[0] = rows[0][-1:]  # a teacher keeps no activations: a long row may not fit
@@ -178,11 +180,15 @@ def _try_mask_repair(model: Any, check: Callable[..., str], fault: str) -> str:
 
 def _other_attention(model: Any, attention: str) -> str:
     """Advise `nopad` if it would be right."""
-    if attention == "nopad" or unsupported_reason(model) is not None:
+    if attention == "nopad" or not (is_encoder(model.config) or _runs_as_nopad(model)):
         return ""
     limit = sequence_limit(model.config.get_text_config())
     within = "" if limit is None else f" with samples of at most {limit.length} tokens"
     return f'use attn_implementation="nopad"{within}, or '
+
+
+def _runs_as_nopad(model: Any) -> bool:
+    return model.get_output_embeddings() is None or unsupported_reason(model) is None
 
 
 def _check_lengths(data: PackedDataset, config: Any) -> None:
@@ -207,7 +213,7 @@ def _check_weights(model: nn.Module, collator: Any) -> None:
         )
 
 
-def _check_labels(model: Any, data: PackedDataset) -> None:
+def _check_labels(model: Any, data: PackedDataset, collator: Any) -> None:
     """Raise if the labels of the data are not those that the head of the model learns."""
     head = model.nopad_loss.head if hasattr(model, "nopad_loss") else "causal"
     name, needs = type(model).__name__, head in ("token", "document")
@@ -221,6 +227,14 @@ def _check_labels(model: Any, data: PackedDataset) -> None:
             f"the data has labels of documents, but {name} predicts tokens: omit label_column=, or "
             "load the model with AutoModelForSequenceClassification"
         )
+    if (head == "masked") != isinstance(collator, MaskedCollator):
+        is_masked = head == "masked"
+        raise ValueError(
+            f"{name} predicts {'masked tokens' if is_masked else 'no masked tokens'}: "
+            f"{'collate with MaskedCollator(tokenizer)' if is_masked else 'omit MaskedCollator'}"
+        )
+    if data.settings["pad_to_multiple_of"] != 1 and is_encoder(model.config.get_text_config()):
+        raise ValueError(f"pad_to_multiple_of= adds padding that {name} would read: omit it")
 
 
 def _describe_plan(data: PackedDataset) -> list[str]:
