@@ -7,6 +7,7 @@ attend ─▶ select a backend ─┬─ no pages ─▶ packed: keys are the st
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,9 +52,8 @@ def attend(
         backend: the name of the backend to use; by default the best that supports the call.
     """
     if varlen.group is not None:
-        options = {"layer": layer, "scale": scale, "window": window, "softcap": softcap}
-        options |= {"causal": causal}
-        whole = replace(varlen, group=None)
+        options: Any = {"layer": layer, "scale": scale, "window": window, "softcap": softcap}
+        whole, options["causal"] = replace(varlen, group=None), causal
         return attend_whole_row(
             lambda q, k, v, sinks: attend(q, k, v, whole, sinks=sinks, backend=backend, **options),
             *(q, k, v, sinks, varlen.group),
@@ -68,17 +68,14 @@ def attend(
         return BACKEND_MODULES[name].packed(q, k, v, varlen, score_params)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("paged attention has no gradients: call the model inside torch.no_grad()")
-    if not causal:
-        raise ValueError("attention over pages is causal: run encoders without pages")
     keys, values = pages.cache.layer(layer)
     q = q.to(keys.dtype)
     name = select_backend(call_spec(q, keys, values, score_params, varlen), backend)
     if torch.compiler.is_compiling():
         custom_ops.write_pages(k, v, keys, values, pages.kv_slots)
-        tensors = (varlen.cu_seqlens, pages.table, pages.lengths)
-        bounds = (varlen.max_length, pages.max_length)
+        args = (varlen.cu_seqlens, pages.table, pages.lengths, varlen.max_length, pages.max_length)
         params = (softmax_scale, window, softcap, sinks)
-        out = custom_ops.attend_pages(q, keys, values, *tensors, *bounds, *params, name)
+        out = custom_ops.attend_pages(q, keys, values, *args, *params, name)
     else:
         write(k, v, keys, values, pages.kv_slots)
         out = BACKEND_MODULES[name].paged(q, keys, values, varlen, score_params)

@@ -162,15 +162,15 @@ class PackedDataset(IterableDataset):
             tokenizer, label_column, text_column=text_column, format=format, add_eos=add_eos,
             vocab_size=vocab_size,
         )  # fmt: skip
-        packer = {
+        packer = check_labelled(label_column, {
             "budget": budget, "pool": pool, "strategy": strategy, "overflow": overflow,
             "pad_to_multiple_of": pad_to_multiple_of, "max_length": max_length,
             "continue_positions": continue_positions, "pad_token_id": pad_token_id,
-        }  # fmt: skip
+        })  # fmt: skip
         pairs = parse_mixture(source) or [(source, 1)]
         settings = PackSettings(
-            packer=check_labelled(packer, label_column), vocab_size=encoder.vocab_size,
-            weights=[weight for _, weight in pairs], stopping_strategy=stopping_strategy, seed=seed, shuffle=shuffle, shards=shards,
+            packer=packer, vocab_size=encoder.vocab_size, weights=[weight for _, weight in pairs],
+            stopping_strategy=stopping_strategy, seed=seed, shuffle=shuffle, shards=shards,
             pretokenize=pretokenize, balance=balance, max_packs=self.max_packs, on_error=on_error,
         )  # fmt: skip
         self.skipped, self.source_names = SkippedRows(), source_names(pairs)

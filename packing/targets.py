@@ -95,7 +95,7 @@ def cut_targets(
     return cut
 
 
-def check_labelled(settings: dict[str, Any], label_column: str | None) -> dict[str, Any]:
+def check_labelled(label_column: str | None, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a packer of documents with targets, or raise if they do not fit.
 
     A document that is too long raises, unless it is to be truncated or dropped.

@@ -83,6 +83,8 @@ def call_spec(
     grad: whether gradients are needed; by default, whether one of q, k and v requires them.
     """
     page_size = 0 if varlen.pages is None else k.shape[1]
+    if page_size and not score_params.causal:
+        raise ValueError("attention over pages is causal: run encoders without pages")
     # Any of the three: with an adapter on the values alone, queries have no gradient.
     requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
     if grad is None:

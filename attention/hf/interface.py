@@ -49,7 +49,6 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attend through Transformers' attention interface: (B, H, T, D) in, (B, T, H, Dv) out."""
     check_call(module, query, key, attention_mask, dropout, kwargs)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if cu_seq_lens_q is None:  # in self-attention, keys and queries have the same boundaries
         cu_seq_lens_q, max_length_q = kwargs.get("cu_seq_lens_k"), kwargs.get("max_length_k")
     if varlen is None and cu_seq_lens_q is not None:
@@ -58,7 +57,7 @@ def attention(
         varlen = Varlen(cu_seq_lens_q, longest if is_in_graph(longest) else int(longest))
     if varlen is None:
         varlen = current_varlen(module)
-    compiling, paged, layer = torch.compiler.is_compiling(), False, 0
+    compiling, paged, layer, source = torch.compiler.is_compiling(), False, 0, "call"
     if varlen is not None:
         paged = varlen.pages is not None
     if paged or not compiling:
@@ -66,7 +65,6 @@ def attention(
         layer = int(getattr(module, "layer_idx", 0))
     if layer == 0 and not compiling:
         start_batch(position_ids, None if varlen is None else varlen.cu_seqlens)
-    source = "call"
     if varlen is None:
         varlen, source = _infer_varlen(query, position_ids)
     if not compiling and record_call(layer, source, (key.shape[1], key.shape[3], value.shape[3])):
@@ -88,7 +86,7 @@ def attention(
         window=_window(module, kwargs),
         softcap=softcap,
         sinks=s_aux,
-        causal=causal is not False,
+        causal=_is_causal(module, is_causal),
     )
     return out.view(rows, columns, *out.shape[1:]), None
 
@@ -96,6 +94,11 @@ def attention(
 def is_in_graph(max_length: Any) -> bool:
     """Whether a longest sequence is a value of a graph: compiled layers pass a tensor, not read."""
     return isinstance(max_length, Tensor) and torch.compiler.is_compiling()
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    """Return whether tokens do not see later ones: the call or the layer says that they do."""
+    return (getattr(module, "is_causal", True) if is_causal is None else is_causal) is not False
 
 
 def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:

@@ -41,8 +41,7 @@ class Encoder:
     [-100, 98, 0]
     """
 
-    label_column: str | None = None
-    """The column of labels that become targets, in `LabelledEncoder`."""
+    label_column: str | None = None  # LabelledEncoder has one
 
     def __init__(
         self,

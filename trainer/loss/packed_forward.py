@@ -26,7 +26,7 @@ class PackLayout(NamedTuple):
 
     packs: list[dict[str, Any]]
     """The inputs of the backbone for each pack."""
-    index: Tensor
+    places: Tensor
     """int64 [tokens of all packs]: the place of each token in the flat padded batch."""
     shape: tuple[int, int]
     """Rows and columns of the padded batch."""
@@ -83,10 +83,10 @@ def unpacked_forward(
             f"{', '.join(inputs) or 'inputs without ids'} cannot be packed: train models of images "
             "and embeddings on padded batches"
         )
-    packs, index, shape = layout_of(input_ids, attention_mask)
+    packs, places, shape = layout_of(input_ids, attention_mask)
     outputs = [forward(**(kwargs | inputs)) for inputs in packs]
     fields = {
-        name: _padded([output[name] for output in outputs], index, shape)
+        name: _padded([output[name] for output in outputs], places, shape)
         for name in outputs[0]
         if name != "pooler_output"
     }
