@@ -7,6 +7,7 @@ attend ─▶ select a backend ─┬─ no pages ─▶ packed: keys are the st
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +31,10 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
     backend: str | None = None,
 ) -> Tensor:
-    """Attend q [T, H, Dk] to k [T, Hkv, Dk], v [T, Hkv, Dv]: causal inside each sequence.
+    """Attend q [T, H, Dk] to k [T, Hkv, Dk], v [T, Hkv, Dv]: inside each sequence.
 
     With `varlen.group`, q, k and v are this rank's part of the T tokens (sequence parallelism).
 
@@ -43,20 +45,21 @@ def attend(
         varlen: where the sequences begin and, with pages, where all their keys are.
         layer: the layer of the cache to use, with pages.
         scale: positive factor of the scores; default: 1 / sqrt(Dk).
-        window: number of keys a query sees, itself included.
+        window: number of keys a query sees, itself included; if not causal, to either side.
         softcap: cap of the scores, c * tanh(score / c).
         sinks: [H], one more logit per head, which takes weight and has no value.
+        causal: False lets a query see later keys too, as in encoders; not over pages.
         backend: the name of the backend to use; by default the best that supports the call.
     """
     if varlen.group is not None:
-        options = {"layer": layer, "scale": scale, "window": window, "softcap": softcap}
-        whole = replace(varlen, group=None)
+        options: Any = {"layer": layer, "scale": scale, "window": window, "softcap": softcap}
+        whole, options["causal"] = replace(varlen, group=None), causal
         return attend_whole_row(
             lambda q, k, v, sinks: attend(q, k, v, whole, sinks=sinks, backend=backend, **options),
             *(q, k, v, sinks, varlen.group),
         )
     softmax_scale: float = q.shape[-1] ** -0.5 if scale is None else scale
-    score_params = ScoreParams(softmax_scale, window, softcap, sinks)
+    score_params = ScoreParams(softmax_scale, window, softcap, sinks, causal)
     pages = varlen.pages
     if pages is None:
         if torch.compiler.is_compiling():
@@ -70,10 +73,9 @@ def attend(
     name = select_backend(call_spec(q, keys, values, score_params, varlen), backend)
     if torch.compiler.is_compiling():
         custom_ops.write_pages(k, v, keys, values, pages.kv_slots)
-        tensors = (varlen.cu_seqlens, pages.table, pages.lengths)
-        bounds = (varlen.max_length, pages.max_length)
+        args = (varlen.cu_seqlens, pages.table, pages.lengths, varlen.max_length, pages.max_length)
         params = (softmax_scale, window, softcap, sinks)
-        out = custom_ops.attend_pages(q, keys, values, *tensors, *bounds, *params, name)
+        out = custom_ops.attend_pages(q, keys, values, *args, *params, name)
     else:
         write(k, v, keys, values, pages.kv_slots)
         out = BACKEND_MODULES[name].paged(q, keys, values, varlen, score_params)

@@ -57,7 +57,7 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, params: Score
         max_length = torch.tensor(max_length)
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     tensors = (q, k, v, params.sinks, varlen.cu_seqlens, max_length)
-    return packed(*tensors, params.scale, params.window, params.softcap, grad)[0]
+    return packed(*tensors, params.scale, params.window, params.softcap, params.causal, grad)[0]
 
 
 @torch.library.custom_op("nopad::packed", mutates_args=())
@@ -71,6 +71,7 @@ def packed(
     scale: float,
     window: int | None,
     softcap: float | None,
+    causal: bool,
     grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, the log-sum-exp in the layout of the backend, and the backend's number.
@@ -79,7 +80,7 @@ def packed(
     """
     varlen, score_params = (
         Varlen(cu_seqlens, int(max_length)),
-        ScoreParams(scale, window, softcap, sinks),
+        ScoreParams(scale, window, softcap, sinks, causal),
     )
     name = select_backend(call_spec(q, k, v, score_params, varlen, grad))
     out, lse = BACKEND_MODULES[name].forward(q, k, v, varlen, score_params)
@@ -108,10 +109,11 @@ def packed_backward(
     scale: float,
     window: int | None,
     softcap: float | None,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     varlen, score_params = (
         Varlen(cu_seqlens, int(max_length)),
-        ScoreParams(scale, window, softcap, sinks),
+        ScoreParams(scale, window, softcap, sinks, causal),
     )
     module = BACKEND_MODULES[BACKENDS[int(backend)]]
     dq, dk, dv, *rest = module.backward(grad, q, k, v, out, lse, varlen, score_params)
@@ -125,17 +127,17 @@ def _(grad, q, k, v, out, lse, sinks, *rest):
 
 
 def _save(ctx, inputs, output):
-    q, k, v, sinks, cu_seqlens, max_length, scale, window, softcap, _ = inputs
+    q, k, v, sinks, cu_seqlens, max_length, scale, window, softcap, causal, _ = inputs
     out, lse, backend = output
     ctx.save_for_backward(q, k, v, out, lse, sinks, cu_seqlens, max_length, backend)
     ctx.mark_non_differentiable(lse, backend)
-    ctx.params = scale, window, softcap
+    ctx.params = scale, window, softcap, causal
 
 
 def _backward(ctx, grad, *_):
     tensors = ctx.saved_tensors  # a checkpoint lets them be read once
     dq, dk, dv, dsinks = packed_backward(grad.contiguous(), *tensors, *ctx.params)
-    return dq, dk, dv, dsinks if dsinks.numel() else None, *[None] * 6
+    return dq, dk, dv, dsinks if dsinks.numel() else None, *[None] * 7
 
 
 packed.register_autograd(_backward, setup_context=_save)

@@ -25,6 +25,7 @@ def reference(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """Attend like `attend`; with pages, this step's keys must already be written."""
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
@@ -36,8 +37,9 @@ def reference(
         if varlen.pages is not None:
             keys, values = gather_pages(varlen.pages, layer, index, k.dtype)
         out[start:end] = one_sequence(
-            q[start:end], keys, values, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
+            q[start:end], keys, values, scale=scale, window=window, softcap=softcap, sinks=sinks,
+            causal=causal,
+        )  # fmt: skip
     return out
 
 
@@ -58,6 +60,7 @@ def one_sequence(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    causal: bool = True,
 ) -> Tensor:
     """Attend q [L, H, Dk] to k [S, Hkv, Dk], v [S, Hkv, Dv]; the last query sees the last key."""
     group = q.shape[1] // k.shape[1]
@@ -66,7 +69,8 @@ def one_sequence(
     scores = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~causal_mask(q.shape[0], k.shape[0], window, q.device), -torch.inf)
+    visible = causal_mask(q.shape[0], k.shape[0], window, q.device, causal)
+    scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         sink = sinks.to(scores.dtype)[:, None, None].expand(-1, q.shape[0], 1)
         scores = torch.cat([scores, sink], -1)
@@ -74,15 +78,20 @@ def one_sequence(
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
-def causal_mask(queries: int, keys: int, window: int | None, device: torch.device | str) -> Tensor:
+def causal_mask(
+    queries: int, keys: int, window: int | None, device: torch.device | str, causal: bool = True
+) -> Tensor:
     """bool [queries, keys], True where a query sees a key: causal, bottom-right aligned.
 
     window: a query sees its last `window` keys only.
+    causal: False lets a query see later keys too, and a window extend to both sides.
 
     >>> causal_mask(2, 4, 2, "cpu").int().tolist()
     [[0, 1, 1, 0], [0, 0, 1, 1]]
     """
     query = torch.arange(keys - queries, keys, device=device)[:, None]
     key = torch.arange(keys, device=device)
-    mask = key <= query
-    return mask if window is None else mask & (key > query - window)
+    mask = key <= query if causal else torch.ones_like(key > query)
+    if window is None:
+        return mask
+    return mask & (key > query - window) & (key < query + window)

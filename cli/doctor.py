@@ -12,6 +12,7 @@ reaches another document. The last lines say where each may be used: in your own
 nopad's Engine, and in nopad's trainers, which repair the masks of stock attention.
 A tiny model has every kind of layer in its config or, without a config, every kind its type can
 have; the last line names kinds that are missing.
+Encoders are checked as masked LMs, and checkpoints of classifiers with their head.
 Exit status: 0 if every implementation that ran is isolated, 1 if one leaks or is wrong in your
 own loop or in the Engine, 2 if nothing could be checked because the model cannot be loaded or
 built, or no implementation runs it here.
@@ -27,8 +28,9 @@ import argparse
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,8 @@ def main(argv: list[str]) -> int:
                 attention_name(name)
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"--attn {error}") from None
+        if not args.parity and (head := _other_head(args.model, args.tiny)) is not None:
+            return head()
         try:
             model, config, lacks = _load(args.model, args.tiny)
         except Exception as error:  # a config or checkpoint can fail anywhere in Transformers
@@ -150,6 +154,27 @@ def _report_parity(name: str, model: Any, lacks: list[str]) -> int:
     for line in not_examined(lacks):
         console().print(printable(line), style="bold red")
     return int(any(row.is_bad for row in rows) or all(row.parity is None for row in rows))
+
+
+def _other_head(name: str, tiny: bool) -> Callable[[], int] | None:
+    """Return the check of an encoder or a classifier; None for a causal LM."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from .doctor_heads import head_class, report_head
+
+    path = resolve_path(name)
+    is_type = name in CONFIG_MAPPING and not Path(path).exists()
+    if is_adapter(path):
+        return None
+    try:
+        config = CONFIG_MAPPING[name]() if is_type else _load_config(path)
+        kind = head_class(config)
+    except Exception:  # `_load` raises it again, and says so
+        return None
+    if kind is None:
+        return None
+    is_tiny = tiny or is_type or not has_weights(path)
+    return partial(report_head, name, kind, config, None if is_tiny else path)
 
 
 def _load(name: str, tiny: bool) -> tuple[Any, Any, list[str]]:

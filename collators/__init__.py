@@ -5,11 +5,13 @@ loaded with it before anything else of nopad is imported.
 """
 
 from ..attention import register  # noqa: F401  importing it registers the name "nopad"
+from .masked import MaskedCollator
 from .packed import PackedCollator
 from .padded import PaddedCollator
 from .preference import PreferenceCollator, sequence_log_probs
 
 __all__ = [
+    "MaskedCollator",
     "PackedCollator",
     "PaddedCollator",
     "PreferenceCollator",

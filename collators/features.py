@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ..packing import Pack, Sample, check_masks, make_sample, row_inner_starts
+from ..packing import Pack, Sample, add_target, check_masks, make_sample, row_inner_starts
+
+LABELS = ("label", "label_ids")
+"""Columns with the label of a document, or with one for each token."""
 
 
 def as_samples(rows: Iterable[Sample | Mapping[str, Any]]) -> list[Sample]:
@@ -18,6 +21,8 @@ def as_samples(rows: Iterable[Sample | Mapping[str, Any]]) -> list[Sample]:
     >>> row = {"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [3, 2]}
     >>> [sample.tokens.tolist() for sample in as_samples([row])]
     [[5, 6, 7], [8, 9]]
+    >>> as_samples([{"input_ids": [5, 6, 7], "label": 1}])[0].target
+    1
     """
     return [sample for row in rows for sample in _documents(row)]
 
@@ -32,21 +37,12 @@ def _documents(row: Any) -> list[Sample]:
     if "input_ids" not in row:
         raise ValueError(f"a row needs `input_ids`, got the keys {sorted(row)}")
     check_masks(row)
-    _check_labels(row)
     sample = make_sample(row["input_ids"], row.get("labels"))
+    for name in LABELS:
+        if row.get(name) is not None:
+            return [add_target(sample, row[name], name)]
     starts = row_inner_starts(row, len(sample))
     if not len(starts):
         return [sample]
     pairs = zip(np.split(sample.tokens, starts), np.split(sample.labels, starts), strict=True)
     return [Sample(tokens, labels) for tokens, labels in pairs]
-
-
-def _check_labels(row: Mapping[str, Any]) -> None:
-    """Refuse the label of a classifier: a pack has labels of tokens, so it would be dropped."""
-    for name in ("label", "label_ids"):
-        if row.get(name) is not None:
-            raise ValueError(
-                f"a row has `{name}`, the label of a document, but packs have `labels`, one for "
-                "each token: remove the column; to train a classifier, collate with Transformers' "
-                "DataCollatorWithPadding"
-            )

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from ..packing import IGNORE_INDEX, MAX_TOKEN_ID, Pack, Sample, check_flags, jit
+from .document_labels import document_labels
 from .features import as_samples
 from .sample_weights import parent_label_counts, sample_weights
 
@@ -117,6 +118,8 @@ class PackedCollator:
             label_counts = parent_label_counts(packs, widths, len(bounds) - 1)
             weights = sample_weights(rows[1].ravel(), bounds, label_counts)
             batch["loss_weights"] = torch.from_numpy(weights.reshape(rows[1].shape))
+        if any(pack.targets is not None for pack in packs):
+            batch |= document_labels(packs, widths, len(bounds) - 1, rows[0].shape)
         return batch
 
     def _fixed_length(self, longest: int, budget: int) -> int:

@@ -34,6 +34,11 @@ class PaddedCollator:
         if not len(rows):
             raise ValueError("an empty list cannot be collated: pass at least one sample")
         samples, multiple = as_samples(rows), self.pad_to_multiple_of
+        if any(sample.target is not None for sample in samples):
+            raise ValueError(
+                "a row has the label of a document, but PaddedCollator is for causal LMs: collate "
+                "with PackedCollator, or with DataCollatorWithPadding of Transformers"
+            )
         width = -(-max(len(sample) for sample in samples) // multiple) * multiple
         batch = {
             "input_ids": torch.full((len(samples), width), self.pad_token_id),

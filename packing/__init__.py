@@ -15,6 +15,7 @@ from .planning.pack_lengths import pack_lengths
 from .planning.packer import Packer
 from .planning.planner import Plan, Planner
 from .sample import IGNORE_INDEX, Sample
+from .targets import add_target, is_per_token
 from .token_ids import MAX_TOKEN_ID, check_masks, make_sample, validate_token_ids
 
 if TYPE_CHECKING:
@@ -31,8 +32,10 @@ __all__ = [
     "Plan",
     "Planner",
     "Sample",
+    "add_target",
     "check_flags",
     "check_masks",
+    "is_per_token",
     "jit",
     "make_sample",
     "pack_lengths",

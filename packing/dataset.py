@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..runtime import Layout, data_rank_and_size, find_layout, is_current
 from .argument_checks import check_counts, check_ints
-from .encoding.encoder import Encoder
+from .encoding.labelled_encoder import make_encoder
 from .encoding.report import SkippedRows
 from .encoding.row_format import RowFormat
 from .encoding.token_cache import TokenCache
@@ -42,6 +42,7 @@ from .sources.mapped_index import JoinedLengths
 from .sources.source import RowSource
 from .state.progress import Progress, index_and_cursor
 from .state.run_state import VERSION, check_state, is_finished
+from .targets import check_labelled
 
 
 class PackedDataset(IterableDataset):
@@ -86,6 +87,9 @@ class PackedDataset(IterableDataset):
             sources.
         on_error: "raise" at a row that cannot be used, or "skip" and count it.
         text_column: name of the column with the text.
+        label_column: name of the column with the label of a document (a class, a score, or floats
+            for several classes) or an integer for each token; for models with such a head. A
+            document that is too long is not split, but raises.
         format: layout of the rows: "alpaca" (instruction, input, output), "sharegpt"
             (conversations), or a function that converts a row.
         add_eos: end texts with the tokenizer's eos (True), with this id, or not at all (False); in
@@ -143,6 +147,7 @@ class PackedDataset(IterableDataset):
         pretokenize: bool | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         text_column: str = "text",
+        label_column: str | None = None,
         format: RowFormat | None = None,
         add_eos: bool | int = True,
         vocab_size: int | None = None,
@@ -153,17 +158,16 @@ class PackedDataset(IterableDataset):
         """Open the source."""
         self.epochs, self.max_packs = check_counts(epochs=epochs, max_packs=max_packs)
         self.rank, self.world_size = _check_rank(*data_rank_and_size(rank, world_size, device_mesh))
-        self.cache_dir: Any = cache_dir
-        self.token_cache = TokenCache.of(cache_dir)
-        self.encoder = encoder = Encoder(
-            tokenizer, text_column=text_column, format=format, add_eos=add_eos,
+        self.cache_dir, self.token_cache = cache_dir, TokenCache.of(cache_dir)
+        self.encoder = encoder = make_encoder(
+            tokenizer, label_column, text_column=text_column, format=format, add_eos=add_eos,
             vocab_size=vocab_size,
         )  # fmt: skip
-        packer = {
+        packer = check_labelled(label_column, {
             "budget": budget, "pool": pool, "strategy": strategy, "overflow": overflow,
             "pad_to_multiple_of": pad_to_multiple_of, "max_length": max_length,
             "continue_positions": continue_positions, "pad_token_id": pad_token_id,
-        }  # fmt: skip
+        })  # fmt: skip
         pairs = parse_mixture(source) or [(source, 1)]
         settings = PackSettings(
             packer=packer, vocab_size=encoder.vocab_size, weights=[weight for _, weight in pairs],
@@ -388,6 +392,12 @@ class PackedDataset(IterableDataset):
     def lengths(self) -> np.ndarray | JoinedLengths | None:
         """Tokens of every document; None for a stream, whose lengths are not known in advance."""
         return self.reader.store.lengths if isinstance(self.reader, PlannedPacks) else None
+
+    @property
+    def is_labelled(self) -> bool:
+        """Whether documents have targets (`targets.py`), as with `label_column`."""
+        arrays = self.reader.store.arrays if isinstance(self.reader, PlannedPacks) else ()
+        return "label_column" in self.settings or any(array.targets for array in arrays)
 
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Raise if tokens were made with another tokenizer or chat template than the model's."""

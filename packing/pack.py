@@ -57,6 +57,8 @@ class Pack:
     parent_label_counts: np.ndarray | None = None
     """int64 [N]: for a part of a split sample, the label count of the full sample; for a full
     sample, 0. None if no sample was split."""
+    targets: list[Any] | None = None
+    """The target of each sequence (`targets.py`); None if samples have none."""
 
     def __post_init__(self):
         assert self.cu_seqlens.item(-1) == len(self.tokens) <= self.budget
@@ -75,7 +77,7 @@ class Pack:
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         if cu_seqlens[-1] > budget:
             raise ValueError(f"{cu_seqlens[-1]} tokens do not fit a budget of {budget}")
-        empty = np.empty(0, np.int64)
+        empty, targets = np.empty(0, np.int64), [sample.target for sample in samples]
         fields.setdefault("samples", np.arange(len(samples), dtype=np.int64))
         return cls(
             tokens=np.concatenate([empty, *(sample.tokens for sample in samples)]),
@@ -84,6 +86,7 @@ class Pack:
             budget=budget,
             sources=np.array([sample.source for sample in samples], np.int16),
             first_positions=np.zeros(len(samples), np.int64),
+            targets=None if all(target is None for target in targets) else targets,
             **fields,
         )
 

@@ -36,15 +36,18 @@ def open_sources(
             number=number,
             glob=glob,
             dtype=dtype,
+            as_rows=encoder.label_column is not None,
         )
         for number, (source, _) in enumerate(pairs)
     ]
     for manifest in manifests(opened):
         check_tokenizer(manifest, encoder.tokenizer)
-    if encoder.format is not None and any(isinstance(source, list) for source in opened):
-        raise ValueError(
-            f"format={encoder.format_name!r} converts rows, but this data has ready tokens: omit it"
-        )
+    options = {"format": encoder.format_name, "label_column": encoder.label_column}
+    for name, value in options.items():
+        if value is not None and any(isinstance(source, list) for source in opened):
+            raise ValueError(
+                f"{name}={value!r} applies to rows, but this data has ready tokens: omit it"
+            )
     sources = [source for source, _ in pairs]
     if glob is not None and not any(map(may_be_folder, sources)):
         raise ValueError(f"glob={glob!r} selects files in a folder, but no source is one: omit it")
@@ -73,7 +76,7 @@ def build_packs(
     errors = skipped if settings.skips_errors else None
     arrays: list[TokenArray] = []
     for number, source in enumerate(opened):
-        if isinstance(source, RowSource) and token_cache is not None:
+        if isinstance(source, RowSource) and token_cache is not None and not encoder.label_column:
             arrays += token_cache.encode(source, encoder, errors, number, max_length)
         elif isinstance(source, RowSource):
             arrays.append(encode_source(source, encoder, errors, number, max_length))

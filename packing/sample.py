@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,8 @@ class Sample:
     """int64 [n], IGNORE_INDEX where the loss ignores a token; default: all tokens but the first."""
     source: int = 0
     """Index of the mixture's source that the sample comes from."""
+    target: Any = None
+    """The label of the document, or of each token, for other heads than an LM's (`targets.py`)."""
 
     def __post_init__(self):
         tokens = np.asarray(self.tokens)

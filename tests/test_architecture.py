@@ -72,7 +72,7 @@ LAYERS = {
     "packing": [
         {"dataset", "pipeline"}, {"readers"}, {"encoding"}, {"sources"}, {"settings"},
         {"planning"}, {"state"}, {"ordering"}, {"pack"},
-        {"sample", "document_starts", "token_ids", "numba_jit", "preparation_progress",
+        {"sample", "targets", "document_starts", "token_ids", "numba_jit", "preparation_progress",
          "argument_checks"},
     ],
     "attention": [

@@ -948,10 +948,10 @@ FAULTS = {
     ),
     "any model is a causal LM": (
         "trainer/loss/test_attached_loss.py::test_models_that_are_no_causal_lm_are_refused",
-        "nopad.trainer.loss.attached_loss", "not_causal_lm_reason = lambda model: None",
+        "nopad.trainer.loss.heads", "not_causal_lm_reason = lambda model: None",
     ),
     "labels of documents are dropped": (
-        "collators/test_packed.py::test_what_packing_refuses_is_refused_of_plain_rows_too",
+        "collators/test_packed.py::test_labels_of_documents_reach_the_batch_and_are_not_padded",
         "nopad.collators.features",
         "right = as_samples\n"
         "as_samples = lambda rows: right(\n"
@@ -1150,7 +1150,7 @@ FAULTS = {
     ),
     "a classifier takes packs": (
         "attention/hf/test_interface.py::test_packs_in_a_sequence_classifier_are_refused",
-        "nopad.attention.hf.interface",
+        "nopad.attention.hf.call_check",
         "from types import SimpleNamespace\n"
         "sys = SimpleNamespace(_getframe=lambda depth: None)",
     ),
@@ -1424,7 +1424,7 @@ FAULTS = {
         "process_logits = lambda logits, *_: logits",
     ),
     "a pack has no boundaries": (
-        "trainer/with_trl/test_preference.py", "nopad.trainer.with_trl.packed_forward",
+        "trainer/with_trl/test_preference.py", "nopad.trainer.loss.packed_forward",
         "right = unpacked_forward\n"
         "def unpacked_forward(forward, budget, *a, **k):\n"
         "    one = lambda **k: forward(\n"
@@ -1433,7 +1433,7 @@ FAULTS = {
         "    return right(one, budget, *a, **k)",
     ),
     "a sequence of a pack is moved": (
-        "trainer/with_trl/test_preference.py", "nopad.trainer.with_trl.packed_forward",
+        "trainer/with_trl/test_preference.py", "nopad.trainer.loss.packed_forward",
         "right = unpacked_forward\n"
         "def unpacked_forward(*a, **k):\n"
         "    outputs = right(*a, **k)\n"
@@ -1488,6 +1488,79 @@ FAULTS = {
         "right = weighted_sources\n"
         "weighted_sources = lambda names: [\n"
         "    (name, weight and 1.0) for name, weight in right(names)]",
+    ),
+    "a document is pooled with its neighbour": (
+        "trainer/loss/test_heads.py::test_pooling_over_two_documents_is_refused_at_the_start",
+        "nopad.trainer.loss.attached_loss",
+        "right = run_per_document\n"
+        "def run_per_document(*a):\n"
+        "    outputs = right(*a)\n"
+        "    outputs.logits = outputs.logits + outputs.logits.roll(1, 0)\n"
+        "    return outputs",
+    ),
+    "the first token of a row is pooled": (
+        "trainer/loss/test_heads.py", "nopad.trainer.loss.attached_loss",
+        "run_per_document = lambda model, forward, inputs: forward(\n"
+        "    input_ids=inputs['input_ids'], position_ids=inputs['position_ids'],\n"
+        "    attention_mask=None)",
+    ),
+    "documents have the labels of others": (
+        "packing/test_targets.py", "nopad.packing.sources.token_store",
+        "right = cut_targets\n"
+        "cut_targets = lambda targets, *a: right(targets[::-1], *a)",
+    ),
+    "streamed documents have the labels of others": (
+        "packing/test_targets.py::test_every_document_keeps_its_label",
+        "nopad.packing.planning.packer",
+        "right = cut_targets\n"
+        "cut_targets = lambda targets, *a: right(targets[::-1], *a)",
+    ),
+    "any labels are those of any head": (
+        "trainer/loss/test_heads.py::test_labels_that_the_head_does_not_learn_are_refused",
+        "nopad.packing.dataset",
+        "PackedDataset.is_labelled = property(lambda self: True)",
+    ),
+    "encoders attend to earlier tokens only": (
+        "trainer/loss/test_encoders.py", "nopad.attention.hf.interface",
+        "right = attend\n"
+        "attend = lambda *a, **k: right(*a, **{**k, 'causal': True})",
+    ),
+    "a window of an encoder ends at the token": (
+        "trainer/loss/test_encoders.py::"
+        "test_an_encoder_learns_from_a_pack_what_it_learns_one_by_one[ForMaskedLM-ModernBert]",
+        "nopad.attention.backends.sdpa",
+        "right = causal_mask\n"
+        "causal_mask = lambda q, k, w, d, c: right(q, k, w, d)",
+    ),
+    "RoBERTa counts from 0": (
+        "trainer/loss/test_encoders.py", "nopad.trainer.loss.attached_loss",
+        "prepare_positions = lambda model: []",
+    ),
+    "masks depend on who reads the packs": (
+        "collators/test_masked.py::"
+        "test_masks_do_not_depend_on_ranks_or_on_where_a_run_was_resumed",
+        "nopad.collators.masked",
+        "from dataclasses import replace\n"
+        "right, calls = MaskedCollator.__call__, iter(range(1 << 20))\n"
+        "MaskedCollator.__call__ = lambda self, pack: right(\n"
+        "    self, replace(pack, index=next(calls)))",
+    ),
+    "any collator trains a masked LM": (
+        "trainer/loss/test_encoders.py::test_masked_lms_and_their_collator_belong_together",
+        "nopad.trainer.monitoring.preflight",
+        "MaskedCollator = object",
+    ),
+    "an embedding is pooled over the pack": (
+        "trainer/loss/test_encoders.py::"
+        "test_embeddings_of_a_pack_are_those_of_its_documents_alone",
+        "nopad.trainer.loss.embeddings",
+        "right = pool_documents\n"
+        "pool_documents = lambda h, cu, how: right(h, cu[[0, -1]], how).expand(len(cu) - 1, -1)",
+    ),
+    "the doctor passes any head": (
+        "cli/test_doctor.py::test_a_leak_of_an_encoder_is_told",
+        "nopad.cli.doctor_heads",
+        "leaked_gradient = lambda *a: 0.0",
     ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""

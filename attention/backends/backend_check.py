@@ -61,6 +61,7 @@ def _relative_error(backend: Backend, spec: CallSpec) -> float:
         window=3 if spec.window else None,
         softcap=2.0 if spec.softcap else None,
         sinks=_numbers(spec, spec.heads, seed=5).requires_grad_(spec.grad) if spec.sinks else None,
+        causal=spec.causal,
     )
     torch.set_grad_enabled(spec.grad)
     lengths = [1, 1] if spec.decode else [5, 1]
@@ -73,6 +74,7 @@ def _relative_error(backend: Backend, spec: CallSpec) -> float:
     expected = reference(
         q.float(), k.float(), v.float(), varlen,
         window=score_params.window, softcap=score_params.softcap, sinks=score_params.sinks,
+        causal=score_params.causal,
     )  # fmt: skip
     error = _relative(out, expected)
     if spec.grad:

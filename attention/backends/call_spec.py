@@ -28,6 +28,8 @@ class ScoreParams:
     """c in c * tanh(score / c)."""
     sinks: Tensor | None = None
     """[H]: one more logit per head, which takes weight and has no value."""
+    causal: bool = True
+    """Whether a query sees no later key; otherwise a window extends to both sides."""
 
     def __post_init__(self) -> None:
         if not self.scale > 0:  # the maximum is taken before the scale is applied
@@ -61,6 +63,7 @@ class CallSpec(NamedTuple):
     """One query per sequence, over pages."""
     large: bool = False
     """Thousands of tokens with little padding: device time decides, not host time."""
+    causal: bool = True
 
     @property
     def paged(self) -> bool:
@@ -80,6 +83,8 @@ def call_spec(
     grad: whether gradients are needed; by default, whether one of q, k and v requires them.
     """
     page_size = 0 if varlen.pages is None else k.shape[1]
+    if page_size and not score_params.causal:
+        raise ValueError("attention over pages is causal: run encoders without pages")
     # Any of the three: with an adapter on the values alone, queries have no gradient.
     requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
     if grad is None:
@@ -101,6 +106,7 @@ def call_spec(
         page_size,
         page_size > 0 and varlen.max_length == 1,
         large,
+        score_params.causal,
     )
 
 

@@ -42,7 +42,7 @@ def unsupported_reason(spec: CallSpec) -> str | None:
         return "it needs CUDA"
     if torch.cuda.get_device_capability()[0] != 9:
         return "it was only tested on Hopper"
-    if spec.sinks or spec.softcap or spec.window:
+    if spec.sinks or spec.softcap or spec.window or not spec.causal:
         return "it is only used for plain causal scores"
     if spec.dtype not in (torch.float16, torch.bfloat16):
         return f"it has no {spec.dtype} kernels"

@@ -141,9 +141,10 @@ def paged(
 def _score_kwargs(score_params: ScoreParams) -> dict[str, Any]:
     """Return the library's keyword arguments for these score parameters."""
     window = score_params.window
+    after = 0 if window is None or score_params.causal else window - 1
     return {
         "softmax_scale": score_params.scale,
-        "causal": True,
-        "window_size": (-1, -1) if window is None else (window - 1, 0),
+        "causal": score_params.causal,
+        "window_size": (-1, -1) if window is None else (window - 1, after),
         "softcap": score_params.softcap or 0.0,
     }

@@ -143,19 +143,21 @@ def _sdpa_with_lse(
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, score_params: ScoreParams, bias: Tensor | None
 ) -> Tensor:
-    """Attend a batch [N, H, L, D]; without a bias, causally, with as many keys as queries."""
+    """Attend a batch [N, H, L, D]; without a bias, with as many keys as queries."""
     if score_params.softcap is not None or score_params.sinks is not None:
         return _explicit_softmax(q, k, v, score_params, bias)
     scale, window = score_params.scale, score_params.window
     if bias is None and window is not None and window < q.shape[2]:
-        bias = additive_mask(causal_mask(q.shape[2], k.shape[2], window, q.device), q.dtype)
+        mask = causal_mask(q.shape[2], k.shape[2], window, q.device, score_params.causal)
+        bias = additive_mask(mask, q.dtype)
     group = q.shape[1] // k.shape[1]
     if group > 1 and q.shape[2] == 1:  # a decode: the heads of a group are rows of one product
         rows = q.reshape(q.shape[0], k.shape[1], group, q.shape[3])
         out = F.scaled_dot_product_attention(rows, k, v, attn_mask=bias, scale=scale)
         return out.reshape(*q.shape[:3], v.shape[3])
+    causal = bias is None and score_params.causal
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=group > 1
+        q, k, v, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=group > 1
     )
 
 
@@ -164,7 +166,8 @@ def _explicit_softmax(
 ) -> Tensor:
     """Softcap and sinks, which the fused function does not have."""
     if bias is None:
-        mask = causal_mask(q.shape[2], k.shape[2], score_params.window, q.device)
+        window, causal = score_params.window, score_params.causal
+        mask = causal_mask(q.shape[2], k.shape[2], window, q.device, causal)
         bias = additive_mask(mask, torch.float32)
     n, heads, queries, _ = q.shape
     rows = q.reshape(n, k.shape[1], -1, queries, q.shape[3])

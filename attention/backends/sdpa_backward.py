@@ -58,7 +58,8 @@ def _one_sequence(
     if score_params.softcap is not None:
         tanh = torch.tanh(s / score_params.softcap)
         s, slope = tanh * score_params.softcap, 1 - tanh.square()
-    s = s.masked_fill(~causal_mask(length, length, score_params.window, s.device), -torch.inf)
+    window, causal = score_params.window, score_params.causal
+    s = s.masked_fill(~causal_mask(length, length, window, s.device, causal), -torch.inf)
     if score_params.sinks is not None:
         sinks = score_params.sinks.float().view(*s.shape[:2], 1, 1).expand(*s.shape[:3], 1)
         s = torch.cat([s, sinks], -1)

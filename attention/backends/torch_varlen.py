@@ -95,7 +95,7 @@ def _attend(
     if "window_size" in _parameters:
         kwargs["window_size"] = _window(score_params)
     else:
-        kwargs["is_causal"] = True
+        kwargs["is_causal"] = score_params.causal
     if "enable_gqa" in _parameters:
         kwargs["enable_gqa"] = q.shape[1] != k.shape[1]
     bounds = (varlen.cu_seqlens, varlen.cu_seqlens, varlen.max_length, varlen.max_length)
@@ -103,4 +103,5 @@ def _attend(
 
 
 def _window(score_params: ScoreParams) -> tuple[int, int]:
-    return (-1 if score_params.window is None else score_params.window - 1), 0
+    before = -1 if score_params.window is None else score_params.window - 1
+    return before, 0 if score_params.causal else before

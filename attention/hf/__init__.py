@@ -1,5 +1,6 @@
 """Transformers: `attn_implementation="nopad"`, which models are supported, and self-checks."""
 
+from .call_check import check_lengths
 from .check_rows import check_rows, landmark_lengths
 from .document_states import (
     decoder_layers,
@@ -8,13 +9,13 @@ from .document_states import (
     stateful_modules,
 )
 from .forward_context import current_varlen, forward_context
-from .interface import check_lengths, register
+from .interface import register
 from .layer_check import check_every_layer, is_recording, record_call
 from .leak_check import (
     embeddings_replaced,
     leaked_gradient,
-    logits_at,
     probe_positions,
+    probed_logits,
     zero_weights_filled,
 )
 from .mask_patch import (
@@ -29,12 +30,14 @@ from .model_support import (
     declared_state,
     drops_kwargs,
     eval_mode,
+    is_encoder,
     layer_shapes,
     module_mode,
     nopad_attention,
     step_context,
     unsupported_reason,
 )
+from .model_types import position_offset
 from .router_logits import (
     collect_router_logits,
     has_router_logits,
@@ -84,18 +87,20 @@ __all__ = [
     "has_router_logits",
     "install_mask_patch",
     "install_router_hooks",
+    "is_encoder",
     "is_recording",
     "landmark_lengths",
     "layer_shapes",
     "leaked_gradient",
-    "logits_at",
     "mask_patch_installed",
     "module_mode",
     "nan_max",
     "nopad_attention",
     "packed_batch",
     "pass_boundaries",
+    "position_offset",
     "probe_positions",
+    "probed_logits",
     "random_documents",
     "record_call",
     "register",

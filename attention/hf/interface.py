@@ -8,7 +8,6 @@ Pages travel with the call, not with the model: nothing on the model has to be r
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
 from typing import Any
 
@@ -18,15 +17,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..attend import attend
 from ..varlen import Varlen, batch_cache, start_batch
+from .call_check import check_call, check_lengths, check_model, check_not_sliced
 from .forward_context import current_varlen
 from .layer_check import record_call
 from .mask_patch import ATTN_IMPLEMENTATION, refuse_mask
-from .model_types import refuse_states
-from .sequence_limits import sequence_limit
 from .step_attention import STEP, step_attention
-
-UNPACKED_FORWARD = "unpacked_forward"
-"""Name of a forward that splits the hidden states of packs into rows before the head sees them."""
 
 
 def register() -> None:
@@ -54,11 +49,11 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend through Transformers' attention interface: (B, H, T, D) in, (B, T, H, Dv) out."""
-    _check_call(module, query, key, attention_mask, dropout, is_causal, kwargs)
+    check_call(module, query, key, attention_mask, dropout, kwargs)
     if cu_seq_lens_q is None:  # in self-attention, keys and queries have the same boundaries
         cu_seq_lens_q, max_length_q = kwargs.get("cu_seq_lens_k"), kwargs.get("max_length_k")
     if varlen is None and cu_seq_lens_q is not None:
-        _check_not_sliced(cu_seq_lens_q, query.shape[0])
+        check_not_sliced(cu_seq_lens_q, query.shape[0])
         longest = query.shape[0] * query.shape[2] if max_length_q is None else max_length_q
         varlen = Varlen(cu_seq_lens_q, longest if is_in_graph(longest) else int(longest))
     if varlen is None:
@@ -67,14 +62,13 @@ def attention(
     params["scale"] = query.shape[-1] ** -0.5 if scaling is None else scaling
     if varlen is STEP:
         return step_attention(*_flat_heads(query, key, value), **params)[None], None
-    compiling, layer = torch.compiler.is_compiling(), 0
+    compiling, layer, source = torch.compiler.is_compiling(), 0, "call"
     paged = varlen is not None and varlen.pages is not None
     if paged or not compiling:
         # Read only if it is needed: it would give every compiled layer a graph of its own.
         layer = int(getattr(module, "layer_idx", 0))
     if layer == 0 and not compiling:
         start_batch(position_ids, None if varlen is None else varlen.cu_seqlens)
-    source = "call"
     if varlen is None:
         varlen, source = _infer_varlen(query, position_ids)
     if not compiling and record_call(layer, source, (key.shape[1], key.shape[3], value.shape[3])):
@@ -83,7 +77,8 @@ def attention(
         check_lengths(module, varlen)
     rows, columns = query.shape[0], query.shape[2]
     if not compiling:
-        _check_model(module, varlen, rows, layer)
+        check_model(module, varlen, rows, layer)
+    params["causal"] = _is_causal(module, is_causal)
     out = attend(*_flat_heads(query, key, value), varlen, layer=layer, **params)
     return out.view(rows, columns, *out.shape[1:]), None
 
@@ -99,6 +94,11 @@ def is_in_graph(max_length: Any) -> bool:
     return isinstance(max_length, Tensor) and torch.compiler.is_compiling()
 
 
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    """Return whether tokens do not see later ones: the call or the layer says that they do."""
+    return (getattr(module, "is_causal", True) if is_causal is None else is_causal) is not False
+
+
 def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
     """Return the sliding window; layers of Qwen2-MoE have one, but leave it to the stock mask."""
     if "sliding_window" in kwargs:
@@ -111,16 +111,6 @@ def _cast_to_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
     device = q.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else v.dtype
     return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def _check_not_sliced(cu_seq_lens: Tensor, rows: int) -> None:
-    """Refuse boundaries that were sliced to one entry per row; the values are not read."""
-    if cu_seq_lens.shape[0] <= rows:
-        raise ValueError(
-            f"cu_seq_lens was cut to {cu_seq_lens.shape[0]} of its entries: Accelerate's prepare, "
-            "which a stock Trainer calls too, slices it like a row of the batch; use "
-            "PackedAccelerateLoader, PackedTrainer or PackedDataModule of nopad.trainer for packs"
-        )
 
 
 def _infer_varlen(query: Tensor, position_ids: Tensor | None) -> tuple[Varlen, str]:
@@ -145,69 +135,3 @@ def _varlen_of_positions(position_ids: Tensor, device: torch.device) -> Varlen:
     bounds = [*starts.flatten().nonzero().flatten().tolist(), position_ids.numel()]
     max_length = max(end - start for start, end in pairwise(bounds))
     return Varlen(torch.tensor(bounds, dtype=torch.int32, device=device), max_length)
-
-
-def _check_call(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    is_causal: bool | None,
-    kwargs: dict[str, Any],
-) -> None:
-    """Raise if the result would silently differ from the model's."""
-    name = type(module).__name__
-    if mask is not None:
-        raise ValueError(
-            f"{name}: attn_implementation='nopad' takes no attention_mask; pack instead"
-        )
-    if dropout:
-        raise ValueError(f"{name}: attention dropout {dropout} is not supported; set it to 0")
-    if is_causal is False or getattr(module, "is_causal", True) is False:
-        raise ValueError(f"{name}: attention that is not causal is not supported by 'nopad'")
-    if key.shape[2] != query.shape[2]:
-        raise ValueError(
-            f"{name}: {key.shape[2]} keys for {query.shape[2]} queries: 'nopad' keeps earlier keys "
-            "in pages; call the model with use_cache=False, or generate through nopad.inference"
-        )
-    for extra in ("position_bias", "block_indices"):
-        if kwargs.get(extra) is not None:
-            raise ValueError(f"{name}: {extra} is not supported by 'nopad'")
-
-
-def _check_model(module: nn.Module, varlen: Varlen, rows: int, layer: int) -> None:
-    """Refuse packs in a sequence classifier: it would return one result for all documents of a row.
-
-    No argument of the call says what the model is, so the forwards that led here are looked at.
-    """
-    if varlen.pages is not None or varlen.cu_seqlens.shape[0] <= rows + 1:
-        return
-    refuse_states(getattr(module, "config", None))
-    frame = sys._getframe(1) if layer == 0 else None
-    while frame is not None and frame.f_code.co_qualname != UNPACKED_FORWARD:
-        if frame.f_code.co_qualname.endswith("ForSequenceClassification.forward"):
-            raise ValueError(
-                "a sequence classifier gives one row of logits for all documents of a pack: pass "
-                "one document per row, in padded batches with another attn_implementation"
-            )
-        frame = frame.f_back
-
-
-def check_lengths(module: nn.Module, varlen: Varlen) -> None:
-    """Refuse sequences beyond the model's limit, among others or at all.
-
-    Decodes are not checked: CUDA graphs round the number of keys up, and the engine's max_model_len
-    holds them.
-    """
-    limit = sequence_limit(getattr(module, "config", None))
-    if limit is None or (varlen.pages is not None and varlen.max_length == 1):
-        return
-    longest = varlen.max_length if varlen.pages is None else varlen.pages.max_length
-    is_alone = varlen.cu_seqlens.shape[0] == 2 and varlen.pages is None
-    if longest > limit.length and not (limit.alone and is_alone):
-        raise ValueError(
-            f"a sequence of up to {longest} tokens{' among others' * limit.alone} cannot be run by "
-            f"'nopad' in this model ({type(module).__name__}), because {limit.reason}: "
-            f"keep sequences (with fixed shapes: max_length) within {limit.length} tokens"
-        )

@@ -54,14 +54,18 @@ def probe_positions(lengths: Sequence[int]) -> tuple[Tensor, list[int]]:
     return torch.tensor(places), counts
 
 
-def logits_at(
-    model: Any, batch: dict[str, Any], places: Tensor, mask_documents: bool = False
-) -> Tensor:
-    """Return the logits [places, vocabulary] of a batch of one row.
+def probed_logits(
+    model: Any, batch: dict[str, Any], lengths: Sequence[int], mask_documents: bool = False
+) -> tuple[Tensor, list[int]]:
+    """Return the logits [rows, vocabulary] to examine, and how many rows each document has.
 
+    A head of documents, of a model with an attached loss, has one row for each.
+
+    batch: of one row; its tokens after those of the documents are padding.
+    lengths: of the documents.
     mask_documents: pass the boundaries to the stock masks.
     """
-    ids = batch["input_ids"]
+    ids, (places, counts) = batch["input_ids"], probe_positions(lengths)
     places = places.to(ids.device)
     keeps = "logits_to_keep" in signature(model.forward).parameters
     kept = {"logits_to_keep": places} if keeps else {}
@@ -70,8 +74,10 @@ def logits_at(
     is_graph = model._compiled_call_impl is not None
     eager = torch.compiler.set_stance("force_eager") if is_graph else nullcontext()
     with mask, eager:
-        logits = model(**batch, **kept).logits[0]
-    return logits if keeps else logits[places]
+        logits = model(**batch, **kept).logits
+    if logits.ndim == 2 and len(logits) >= len(lengths):
+        return logits[: len(lengths)], [1] * len(lengths)
+    return logits[0] if keeps else logits[0][places], counts
 
 
 def leaked_gradient(
@@ -86,11 +92,9 @@ def leaked_gradient(
     lengths: of the documents.
     mask_documents: pass the boundaries to the stock masks.
     """
-    places, counts = probe_positions(lengths)
     row = batch["input_ids"].shape[-1]
     owners = torch.full((row,), len(lengths))
     owners[: sum(lengths)] = torch.repeat_interleave(torch.tensor(lengths))
-    probed = torch.repeat_interleave(torch.tensor(counts))
     leaks = []
     for side in map(torch.tensor, _document_sets(len(lengths))):
         # Once per set: compiled layers free what they saved after one backward.
@@ -99,7 +103,8 @@ def leaked_gradient(
             _no_reentrance(model),
             torch.enable_grad(),
         ):
-            logits = logits_at(model, batch, places, mask_documents)
+            logits, counts = probed_logits(model, batch, lengths, mask_documents)
+        probed = torch.repeat_interleave(torch.tensor(counts))
         by_token = token_gradients(logits, embedded, torch.isin(probed, side))
         inside = torch.isin(owners, side)
         leaks.append(by_token.masked_fill(inside, 0.0).max() / by_token[inside].max())

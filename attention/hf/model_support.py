@@ -58,10 +58,15 @@ def not_causal_lm_reason(model: Any) -> str | None:
         return f"{name} has no LM head, which predicts the next token at every position"
     if model.config.is_encoder_decoder:
         return f"{name} is an encoder-decoder"
-    is_decoder = any(getattr(config, flag, False) for flag in ("is_decoder", "causal"))
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not is_decoder:
+    if is_encoder(config):
         return f"{name} is an encoder, whose tokens see those after them (is_decoder=False)"
     return None
+
+
+def is_encoder(config: Any) -> bool:
+    """Return whether the tokens of a text model see those after them, as in BERT."""
+    is_decoder = any(getattr(config, flag, False) for flag in ("is_decoder", "causal"))
+    return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not is_decoder
 
 
 def _declared_reason(model: Any) -> str | None:

@@ -33,13 +33,12 @@ _UNSUPPORTED_TYPES = {
     "inkling_text": "adds a position bias inside attention",
     "doge": "computes its mask from the values",
     "git": "chooses its attention from a table of its own",
-} | dict.fromkeys(
-    (
-        "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta",
-        "xlm-roberta-xl", "xmod",
-    ),
-    "counts its positions from pad_token_id + 1, a packed batch counts from 0",
+}
+_OFFSET_TYPES = (
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta",
+    "xlm-roberta-xl", "xmod",
 )  # fmt: skip
+"""Types that count their positions from pad_token_id + 1."""
 _STATEFUL_LAYERS = ("linear", "mamba", "conv", "recurrent", "hybrid")
 
 
@@ -50,6 +49,11 @@ def config_reason(config: Any, paged: bool = True) -> str | None:
     types = _UNSUPPORTED_TYPES | (_ONLY_UNPAGED if paged else {})
     if model_type in types:
         return f"{model_type} {types[model_type]}"
+    if position_offset(config) and not has_context(config):
+        return (
+            f"{model_type} counts its positions from pad_token_id + 1, a packed batch counts from "
+            "0; attach_loss(model) and the trainers add it"
+        )
     if paged and (state := configured_state(config)) is not None:
         return f"{model_type} " + KEEPS_STATE.format(state)
     if isinstance(getattr(config, "index_topk", None), int):
@@ -59,6 +63,11 @@ def config_reason(config: Any, paged: bool = True) -> str | None:
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return f"{model_type} attends in both directions (use_bidirectional_attention)"
     return None
+
+
+def position_offset(config: Any) -> int:
+    """Return the position of the first token of a document."""
+    return config.pad_token_id + 1 if config.model_type in _OFFSET_TYPES else 0
 
 
 def configured_state(config: Any) -> str | None:

@@ -41,6 +41,8 @@ class Encoder:
     [-100, 98, 0]
     """
 
+    label_column: str | None = None  # LabelledEncoder has one
+
     def __init__(
         self,
         tokenizer: Any = None,
@@ -177,7 +179,8 @@ class Encoder:
 
     def _encode_row(self, row: Any) -> Sample:
         if isinstance(row, Sample):
-            return make_sample(row.tokens, row.labels, self.vocab_size)
+            sample = make_sample(row.tokens, row.labels, self.vocab_size)
+            return replace(sample, target=row.target)
         if isinstance(row, list | tuple) or hasattr(row, "__array__"):
             return make_sample(row, None, self.vocab_size)
         if not isinstance(row, Mapping):
@@ -317,6 +320,7 @@ def encoded_settings(encoder: Encoder) -> dict[str, Any]:
         "format": encoder.format_name,
         "add_eos": encoder.eos_token_id,
         "tokenizer": tokenizer_fingerprint(encoder.tokenizer),
+        **({"label_column": encoder.label_column} if encoder.label_column else {}),
     }
 
 

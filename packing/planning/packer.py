@@ -19,6 +19,7 @@ import numpy as np
 from ..argument_checks import check_flags, check_ints
 from ..pack import Pack
 from ..sample import IGNORE_INDEX, Sample
+from ..targets import cut_targets
 from ..token_ids import MAX_TOKEN_ID
 from .overflow import Overflow
 from .planner import Counts, Plan, Planner, Strategy, planner_settings
@@ -151,6 +152,8 @@ class Packer:
             sources[i] = sample.source
         first_positions = starts.copy() if self.continue_positions else np.zeros_like(starts)
         pack = Pack(tokens, labels, cu_seqlens, budget, numbers, sources, first_positions)
+        targets = [samples[number].target for number in numbers.tolist()]
+        pack.targets = cut_targets(targets, starts, lengths)
         if parent_counts is not None and parent_counts[segments].any():
             pack.parent_label_counts = parent_counts[segments]
         begun = [samples[number] for number in numbers[starts == 0].tolist()]

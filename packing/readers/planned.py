@@ -270,7 +270,7 @@ class PlannedPacks:
             if not packer["continue_positions"]:
                 starts = np.zeros_like(starts)
             samples = self.store.numbers_in_source(rows.documents)
-            sources = self.store.sources(rows.documents)
+            sources, targets = self.store.sources(rows.documents), self.store.targets(rows)
             parent_counts = None
             if packer["overflow"] == "split":
                 parent_counts = self.store.parent_label_counts(rows)
@@ -293,6 +293,7 @@ class PlannedPacks:
                     index,
                     cursor,
                     parent_counts if parent_counts is None else parent_counts[c:d],
+                    targets if targets is None else targets[c:d],
                 )
 
 

@@ -41,6 +41,7 @@ class _PathOptions:
     dtype: str | None
     eos_token_id: int | None
     number: int
+    as_rows: bool
 
 
 def open_source(
@@ -51,12 +52,13 @@ def open_source(
     dtype: str | None = None,
     eos_token_id: int | None = None,
     number: int = 0,
+    as_rows: bool = False,
 ) -> Opened:
-    """Open a source; `number` is its index in a mixture."""
+    """Open a source; `number` is its index in a mixture, as_rows: for other columns than tokens."""
     if isinstance(source, str) and not source:
         raise ValueError("the name of the source is empty: pass a file or a folder")
     if isinstance(source, str | Path):
-        options = _PathOptions(text_column, glob, dtype, eos_token_id, number)
+        options = _PathOptions(text_column, glob, dtype, eos_token_id, number, as_rows)
         if is_url(source):
             path = local_path(source)
             return _open_url(source, options) if path is None else _open_path(path, options)
@@ -73,7 +75,7 @@ def open_source(
     if isinstance(source, TokenStore):
         return source.arrays
     if type(source).__module__.split(".")[0] == "datasets":
-        return _open_dataset(source, "dataset", number)
+        return _open_dataset(source, "dataset", number, as_rows)
     if hasattr(source, "columns") and hasattr(source, "shape"):
         raise ValueError(
             f"{type(source).__name__} is a table, not a list of rows: pass datasets.Dataset."
@@ -111,7 +113,7 @@ def _open_path(path: Path, options: _PathOptions) -> Opened:
     if path.is_dir() and (path / "dataset_info.json").is_file():
         from .hf_datasets import open_saved
 
-        return _open_dataset(open_saved(path), path.name, options.number)
+        return _open_dataset(open_saved(path), path.name, options.number, options.as_rows)
     if (path / "dataset_dict.json").is_file():
         splits = sorted(info.parent.name for info in path.glob("*/dataset_info.json"))
         raise ValueError(f"{path} has the splits {splits}: pass the folder of one of them")
@@ -119,7 +121,7 @@ def _open_path(path: Path, options: _PathOptions) -> Opened:
     if not path.exists() and HUB_NAME.fullmatch(name) and not FILE_NAME.fullmatch(name):
         from .hf_datasets import open_hub
 
-        return _open_dataset(open_hub(name), path.name, options.number)
+        return _open_dataset(open_hub(name), path.name, options.number, options.as_rows)
     files = list_files(path, options.glob)
     return _open_files(list(files), str(path), path.absolute().name, options)
 
@@ -171,14 +173,15 @@ def _open_files(files: list[DataFile], place: str, name: str, options: _PathOpti
     return TextFileSource(files, options.text_column, name)
 
 
-def _open_dataset(data: Any, name: str, number: int) -> Opened:
+def _open_dataset(data: Any, name: str, number: int, as_rows: bool) -> Opened:
     from .hf_datasets import DatasetSource, IterableDatasetSource, token_arrays
 
     if isinstance(data, dict):
         raise ValueError(f"{name} has the splits {sorted(data)}: pass one of them")
     if not hasattr(data, "__len__"):
         return IterableDatasetSource(data, name)
-    return token_arrays(data, name, number) or DatasetSource(data, name)
+    arrays = None if as_rows else token_arrays(data, name, number)
+    return arrays or DatasetSource(data, name)
 
 
 def _format_of(file: DataFile, any_text: bool) -> str:

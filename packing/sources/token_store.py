@@ -20,6 +20,7 @@ from ..numba_jit import jit
 from ..planning.planner import Plan
 from ..sample import IGNORE_INDEX, Sample
 from ..state.fingerprint import Fingerprint
+from ..targets import cut_targets
 from ..token_ids import MAX_TOKEN_ID
 from .document_checks import documents_unshifted, invalid_error
 from .mapped_file import MappedFile
@@ -46,6 +47,8 @@ class TokenArray:
     """The file that `flat` maps, if any."""
     manifest: Mapping[str, Any] | None = None
     """What is known of a corpus that this is a shard of: its content was checked when written."""
+    targets: Sequence[Any] = ()
+    """The target of each document (`targets.py`), if they have one."""
 
     @property
     def is_remote(self) -> bool:
@@ -62,7 +65,9 @@ class TokenArray:
         default_labels = flat.copy()
         default_labels[begins] = IGNORE_INDEX
         explicit = None if np.array_equal(default_labels, labels) else labels
-        return cls(name, flat, begins, lengths, explicit, source)
+        targets = [sample.target for sample in samples]
+        targets = () if all(target is None for target in targets) else targets
+        return cls(name, flat, begins, lengths, explicit, source, targets=targets)
 
     def check_file(self) -> None:
         """Raise if the mapped file was truncated: reading beyond its end would kill the process."""
@@ -90,7 +95,8 @@ class TokenArray:
     def fingerprint(self) -> str:
         """Identify the documents by their lengths and content."""
         self.check_file()
-        return tokens_fingerprint(self.lengths, self.flat, self.labels)
+        tokens = tokens_fingerprint(self.lengths, self.flat, self.labels)
+        return Fingerprint(tokens).row(list(self.targets)).text() if self.targets else tokens
 
 
 def tokens_fingerprint(lengths: Any, flat: Any, labels: Any) -> str:
@@ -214,6 +220,16 @@ class TokenStore:
         if labels is None:
             return tokens.stop - tokens.start - 1
         return int(np.count_nonzero(labels[1:] != IGNORE_INDEX))
+
+    def targets(self, rows: PackedRows) -> list[Any] | None:
+        """Return the target of each segment; None if documents have none."""
+        if not any(array.targets for array in self.arrays):
+            return None
+        numbers = self.array_of(rows.documents)
+        indices = (rows.documents - self.first_documents[numbers]).tolist()
+        arrays = (self.arrays[number] for number in numbers.tolist())
+        found = [a.targets[i] if a.targets else None for a, i in zip(arrays, indices, strict=True)]
+        return cut_targets(found, rows.starts, rows.lengths)
 
     def locate(self, document: int) -> tuple[TokenArray, slice]:
         """Return the array of a document, and the slice of its tokens there."""

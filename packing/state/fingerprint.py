@@ -65,7 +65,8 @@ class Fingerprint:
     def row(self, value: Any) -> Fingerprint:
         """Add a row of any type, with every entry of the arrays in it."""
         if isinstance(value, Sample):
-            return self.array(value.tokens).array(value.labels)
+            tokens = self.array(value.tokens).array(value.labels)
+            return tokens if value.target is None else tokens.row(value.target)
         if isinstance(value, Mapping):
             return self.row([part for pair in value.items() for part in pair])
         if isinstance(value, list | tuple) and not SCALAR_TYPES.issuperset(map(type, value)):

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 from nopad.attention.hf import PackedDifferences, sequence_limit
-from nopad.cli import doctor_parity
+from nopad.cli import doctor_heads, doctor_parity
 from nopad.cli.doctor import main
 from nopad.cli.doctor_isolation import (
     MASKS,
@@ -111,6 +111,29 @@ def test_a_type_is_examined_with_every_kind_of_layer_that_it_can_have(kind, caps
     captured = capsys.readouterr()
     assert verdicts(captured.out) == {"nopad": "refused", "eager": "LEAK"} and not captured.err
     assert "Not examined" not in captured.out
+
+
+def test_encoders_and_classifiers_are_examined_with_their_heads(tmp_path, capsys):
+    assert main(["roberta"]) == 0
+    assert "RobertaForMaskedLM on packs" in (out := " ".join(capsys.readouterr().out.split()))
+    assert "right (leak 0" in out and "MaskedCollator(tokenizer)" in out
+    config = CONFIG_MAPPING["llama"](architectures=["LlamaForSequenceClassification"])
+    config.save_pretrained(tmp_path)
+    assert main([str(tmp_path)]) == 0
+    assert "one row of logits per document" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_leak_of_an_encoder_is_told(capsys, monkeypatch):
+    stock = doctor_heads.packed_batch
+
+    def as_one_document(documents):
+        batch = stock(documents)
+        return {**batch, "cu_seq_lens_q": batch["cu_seq_lens_q"][[0, -1]]}
+
+    monkeypatch.setattr(doctor_heads, "packed_batch", as_one_document)
+    assert main(["bert"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "WRONG (leak" in out and "leak 0," not in out
 
 
 @pytest.mark.parametrize("index, said", [(3, False), (20, True)])

@@ -145,14 +145,27 @@ def test_a_padded_batch_is_made_of_samples():
         ({"input_ids": [5, -6]}, "input_ids contains -6"),
         ({"input_ids": [5, 6], "labels": [5, -6]}, "labels contains -6"),
         ({"input_ids": [5.0, 6.0]}, "input_ids must be integers"),
-        ({"input_ids": [5, 6], "label": 0}, "`label`, the label of a document"),
-        ({"input_ids": [5, 6], "label_ids": [1, 0]}, "`label_ids`, the label of a document"),
+        ({"input_ids": [5, 6], "label": "good"}, "label is 'good': pass the number of a class"),
+        ({"input_ids": [5, 6], "label_ids": [1]}, "label_ids has 1 integers, but the document 2"),
         ([5, 6], "a row must be a dict"),
     ],
 )
 def test_what_packing_refuses_is_refused_of_plain_rows_too(collator, row, told):
     with pytest.raises(ValueError, match=told):
         collator([{"input_ids": [1, 2]}, row])
+
+
+def test_labels_of_documents_reach_the_batch_and_are_not_padded():
+    rows = [{"input_ids": [5, 6], "label": 2}, {"input_ids": [7], "label_ids": 0}]
+    assert PackedCollator()(rows)["labels"].tolist() == [2, 0]
+    rows = [{"input_ids": [5, 6], "label": [2, IGNORE_INDEX]}, {"input_ids": [7], "label": [1]}]
+    batch = PackedCollator()(rows)
+    assert batch["labels"].tolist() == [[2, IGNORE_INDEX, 1]]
+    assert batch["loss_weights"].tolist() == [[1, 0, 1]]
+    with pytest.raises(ValueError, match="PaddedCollator is for causal LMs"):
+        PaddedCollator()(rows)
+    with pytest.raises(ValueError, match="some documents have one label"):
+        PackedCollator()([rows[0], {"input_ids": [7], "label": 1}])
 
 
 def test_a_mask_that_says_no_more_than_the_labels_may_stand_beside_them():

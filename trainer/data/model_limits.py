@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...attention.hf import SequenceLimit, rotary_limit, sequence_limit
+from ...attention.hf import SequenceLimit, position_offset, rotary_limit, sequence_limit
 from ...packing import IGNORE_INDEX
 
 
@@ -19,6 +19,8 @@ class ModelLimits:
 
     vocab_size: int
     sequence: SequenceLimit | None = None
+    num_classes: int | None = None
+    """Of a model with another head than an LM's; None: labels are tokens."""
 
     @classmethod
     def of(cls, *models: Any) -> ModelLimits:
@@ -26,7 +28,8 @@ class ModelLimits:
         configs = [model.config.get_text_config() for model in models]
         lengths = [limit for limit in map(length_limit, configs) if limit is not None]
         shortest = min(lengths, key=lambda limit: limit.length, default=None)
-        return cls(min(config.vocab_size for config in configs), shortest)
+        heads = [m.config.num_labels for m in models if m.get_output_embeddings() is None]
+        return cls(min(config.vocab_size for config in configs), shortest, min(heads, default=None))
 
     def check(self, batch: dict[str, Any], name: object) -> None:
         """Raise if a batch exceeds the limits; `name` is its pack in the message."""
@@ -41,17 +44,22 @@ class ModelLimits:
             )
 
     def check_ids(self, batch: dict[str, Any], prefix: str = "") -> None:
-        """Raise if a token or a label is outside the vocabulary."""
+        """Raise if a token or a label is outside the vocabulary, or a label is not a class."""
         labels = batch["labels"].where(batch["labels"] != IGNORE_INDEX, 0)
-        for name, ids in (("token", batch["input_ids"]), ("label", labels)):
+        vocabulary = f"vocabulary of {self.vocab_size}: the data was tokenized for another model"
+        checks = [("token", batch["input_ids"], self.vocab_size, vocabulary)]
+        if self.num_classes is None:
+            checks.append(("label", labels, self.vocab_size, vocabulary))
+        elif self.num_classes > 1 and not labels.is_floating_point():
+            classes = f"{self.num_classes} classes: load it with num_labels="
+            checks.append(("label", labels, self.num_classes, classes))
+        for name, ids, size, whole in checks:
             if not ids.numel():
                 continue
             lowest, highest = (int(limit) for limit in ids.aminmax())
-            if lowest < 0 or highest >= self.vocab_size:
-                raise ValueError(
-                    f"{prefix}{name} {lowest if lowest < 0 else highest} is outside the model's "
-                    f"vocabulary of {self.vocab_size}: the data was tokenized for another model"
-                )
+            if lowest < 0 or highest >= size:
+                value = lowest if lowest < 0 else highest
+                raise ValueError(f"{prefix}{name} {value} is outside the model's {whole}")
 
 
 def shorter_samples_advice(length: int) -> str:
@@ -70,6 +78,7 @@ def length_limit(config: Any) -> SequenceLimit | None:
         reason = f"the {limit.length} that packs of this model may hold ({limit.reason})"
         limit = limit._replace(reason=reason)
     positions = getattr(config, "max_position_embeddings", None)
+    positions = None if positions is None else positions - position_offset(config)
     if positions is None or (limit is not None and limit.length <= positions):
         return limit
     return SequenceLimit(positions, f"the model's {positions} positions", alone=False)

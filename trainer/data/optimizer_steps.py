@@ -55,6 +55,7 @@ class PackInfo:
         labels = weight = pack.num_label_tokens
         if "loss_weights" in batch:
             weight = float(batch["loss_weights"].sum())
+            labels = int(batch["loss_weights"].count_nonzero())
         place, ids = (pack.index, pack.cursor, pack.budget), (pack.sources, pack.samples)
         return cls(*place, pack.lengths, weight, labels, *ids)
 

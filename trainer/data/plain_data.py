@@ -83,7 +83,8 @@ def pack_like(train: PackedDataset, source: Any, tokenizer: Any = None) -> Packe
         pretokenize=True,
         rank=train.rank,
         world_size=train.world_size,
-        cache_dir=train.cache_dir,
+        cache_dir=train.cache_dir,  # pyright: ignore[reportArgumentType]
+        label_column=encoder.label_column,
         **{name: train.settings[name] for name in COMMON},
     )
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...attention import not_causal_lm_reason
 from ...packing import IGNORE_INDEX
 from ...runtime import HostCopy, to_device, unwrap_peft
 from ..fsdp_unshard import full_tensor, unsharded_head
@@ -29,6 +28,7 @@ from .auxiliary_loss import AuxiliaryLoss, sum_weights
 from .cross_entropy import linear_cross_entropy
 from .document_states import document_contexts, reset_states
 from .head_bypass import HeadBypass, NoLogits, bypass_of, has_plain_head, split_scale
+from .heads import find_head, prepare_positions, reads_context, run_per_document, score_losses
 from .sequence_parallel import RowShards, check_shardable
 from .token_statistics import token_statistics
 
@@ -37,13 +37,13 @@ class AttachedLoss:
     """The loss of one model: created by `attach_loss`, removed by `detach`.
 
     Args:
-        model: the causal LM, without wrappers.
+        model: the causal LM, or a model with another head (`heads.py`), without wrappers.
         label_smoothing: fraction of each label that is spread over the vocabulary.
         z_loss: weight of the squared log-normalizer in the loss.
     """
 
     def __init__(self, model: Any, label_smoothing: float, z_loss: float):
-        self.model = model
+        self.model, self.head = model, find_head(model)
         self.row_shards: RowShards | None = None
         """How rows are spread over sequence-parallel ranks; None if each rank has whole rows."""
         self.options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
@@ -74,11 +74,14 @@ class AttachedLoss:
         self._forward = model.forward
         self._prepared_forward = vars(model).get("forward")
         """The forward that Accelerate's `prepare` gave the model, if it did."""
-        self._calls_loss = _calls_loss_function(model)
+        self._calls_loss = self.head in ("causal", "masked") and _calls_loss_function(model)
         model.forward = MethodType(_wrap_forward(model), model)
         if self._calls_loss:
             model.loss_function = self._loss
         self._find_bypass()  # now: it cannot be installed while the model is traced
+        self._position_hooks = prepare_positions(model)
+        self.needs_context = self.keeps_state or reads_context(model)
+        """Whether layers read the boundaries from the forward context."""
 
     @property
     def fused(self) -> bool:
@@ -90,7 +93,8 @@ class AttachedLoss:
         head = self.model.get_output_embeddings()
         if self._bypass is not None and self._bypass.head is not head:
             self._bypass.remove()  # the head was resized or wrapped by PEFT since
-        if self._keeps_logits or not self._calls_loss or not has_plain_head(self.model, head):
+        computes_logits = self._keeps_logits or not (self._calls_loss or self.head == "masked")
+        if computes_logits or not has_plain_head(self.model, head):
             return None
         self._bypass = bypass_of(head) or HeadBypass(head)
         return self._bypass
@@ -119,6 +123,8 @@ class AttachedLoss:
         if self._bypass is not None:
             self._bypass.remove()
         self._auxiliary.remove()
+        for hook in self._position_hooks:
+            hook.remove()
         self.reset_states.undo()
         if self._calls_loss:
             del self.model._loss_function
@@ -144,7 +150,7 @@ class AttachedLoss:
         """Run the model's own forward with this loss.
 
         Args:
-            targets: labels shifted by one token.
+            targets: labels, shifted by one token for causal LMs.
             items: the divisor of the sum of token losses; default: the number of labels.
             weights: a weight for each token's loss, or None.
             args: positional arguments of the forward.
@@ -183,21 +189,31 @@ class AttachedLoss:
             bypass.active = True
         if self._calls_loss:
             kwargs = {**kwargs, "labels": targets}
-        outputs = self._forward(*args, **kwargs)
+        outputs = self.call(*args, **kwargs)
         fields = dict(outputs)  # in the order of the output's class
         if not self._calls_loss:
-            fields["loss"] = self._from_logits(fields["logits"])
+            fields["loss"] = self._loss(fields["logits"])
         if bypass is not None:
             del fields["logits"]  # they were hidden states
         self.aux_loss = self._auxiliary.scale(fields)
         return type(outputs)(**fields)
 
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward; heads of documents return a row for each document."""
+        if self.head == "document" and "cu_seq_lens_q" in kwargs:
+            return run_per_document(self.model, self._forward, kwargs)
+        return self._forward(*args, **kwargs)
+
+    def align(self, labels: Tensor, last: float) -> Tensor:
+        """Return labels at the positions that predict them; `last` follows the last one."""
+        return _shift(labels, last) if self.head == "causal" else labels
+
     def _documents(self, kwargs: dict, row: Any) -> AbstractContextManager:
         """Pass the boundaries to stock masks, or to layers with a state."""
         cu_seqlens = kwargs.get("cu_seq_lens_q")
-        if cu_seqlens is None or not (self.mask_documents or self.keeps_state):
+        if cu_seqlens is None or not (self.mask_documents or self.needs_context):
             return nullcontext()
-        return document_contexts(self, cu_seqlens, row.shape[-1])
+        return document_contexts(self, cu_seqlens, kwargs.get("input_ids", row).shape[-1])
 
     def _loss(self, logits: Tensor, *_: Any, **__: Any) -> Tensor:
         bypass = self._bypass
@@ -224,13 +240,21 @@ class AttachedLoss:
             if self.measures_tokens:
                 rows = hidden.flatten(0, -2).to(weight.dtype)
                 self.token_statistics = token_statistics(rows, targets.flatten(), weight, bias)
-        self.token_losses = losses.view_as(targets).roll(1, -1)
+        self.token_losses = self._at_labels(losses.view_as(targets))
         return total
+
+    def _at_labels(self, losses: Tensor) -> Tensor:
+        """Return losses at the positions of their labels, detached."""
+        return losses.detach().roll(1, -1) if self.head == "causal" else losses.detach()
 
     def _from_logits(self, logits: Tensor) -> Tensor:
         assert self._targets is not None
         targets, divisor, weights = self._targets
         logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+        if self.head != "causal":
+            scores = score_losses(self.model, logits, targets, weights is not None)
+            if scores is not None:
+                return self._sum(scores, divisor, weights)
         if self.measures_tokens:
             self.token_statistics = token_statistics(logits, targets.flatten())
         losses = nn.functional.cross_entropy(
@@ -241,9 +265,11 @@ class AttachedLoss:
         )
         squares = torch.logsumexp(logits, -1).square() * (targets.flatten() != IGNORE_INDEX)
         losses = (losses + self.options["z_loss"] * squares).view_as(targets)
-        self.token_losses = losses.detach().roll(1, -1)
-        total = (losses if weights is None else losses * weights).sum()
-        return total / divisor
+        return self._sum(losses, divisor, weights)
+
+    def _sum(self, losses: Tensor, divisor: Any, weights: Tensor | None) -> Tensor:
+        self.token_losses = self._at_labels(losses)
+        return (losses if weights is None else losses * weights).sum() / divisor
 
 
 def attach_loss(
@@ -259,7 +285,7 @@ def attach_loss(
     PEFT trains or adapts the LM head, logits are computed. PEFT's virtual tokens are refused.
 
     Args:
-        model: a causal LM of Transformers.
+        model: a causal LM of Transformers, or a model with another head (`heads.py`).
         label_smoothing: fraction of each label that is spread over the vocabulary.
         z_loss: weight of the squared log-normalizer in the loss.
         sequence_group: process group whose ranks share the tokens of a row (sequence parallelism):
@@ -272,8 +298,6 @@ def attach_loss(
         before.detach()
     if not callable(getattr(model, "get_output_embeddings", None)):
         raise ValueError(f"{type(model).__name__} has no LM head to compute a loss from")
-    if (reason := not_causal_lm_reason(model)) is not None:
-        raise ValueError(f"{reason}: packs train causal LMs; train this model on padded batches")
     loss = AttachedLoss(model, label_smoothing, z_loss)
     loss.mask_documents = before is not None and before.mask_documents
     # As a plain attribute: neither a submodule nor part of the state dict.
@@ -334,10 +358,10 @@ def _loss_forward(stock: Callable, is_unprepared: bool = False) -> Callable:
             inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("position_ids"))
             row = next((tensor for tensor in inputs if tensor is not None), None)
             with loss._documents(kwargs, row):  # the caller may compute a loss from the logits
-                return loss._forward(*args, **kwargs)
+                return loss.call(*args, **kwargs)
         _refuse_rounded(num_items_in_batch=num_items_in_batch, loss_weights=loss_weights)
-        targets: Any = shift_labels if labels is None else _shift(labels, IGNORE_INDEX)
-        weights = None if loss_weights is None else _shift(loss_weights, 0.0)
+        targets: Any = shift_labels if labels is None else loss.align(labels, IGNORE_INDEX)
+        weights = None if loss_weights is None else loss.align(loss_weights, 0.0)
         return loss.run(targets, num_items_in_batch, weights, args, kwargs)
 
     # No __wrapped__ of the stock one: Accelerate would follow it when it unwraps a model.

@@ -51,7 +51,8 @@ class AuxiliaryLoss:
         self._batch: _Batch | None = None
         self._hooks: list[Any] = []
         body = model.base_model
-        self._has_router = body is not model and has_router_logits(model)
+        has_lm_head = model.get_output_embeddings() is not None  # classifiers add no such loss
+        self._has_router = body is not model and has_lm_head and has_router_logits(model)
         if self._has_router:
             self._hooks = [
                 body.register_forward_pre_hook(self._take_mask, with_kwargs=True),

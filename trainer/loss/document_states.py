@@ -47,6 +47,6 @@ def document_contexts(loss: Any, cu_seqlens: Tensor, tokens: int) -> Iterator[No
     with ExitStack() as contexts:
         if loss.mask_documents:
             contexts.enter_context(document_mask(cu_seqlens, tokens))
-        if loss.keeps_state:
+        if loss.needs_context:
             contexts.enter_context(forward_context(Varlen(cu_seqlens, tokens), loss.model))
         yield

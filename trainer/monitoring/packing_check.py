@@ -22,12 +22,11 @@ from ...attention.hf import (
     embeddings_replaced,
     eval_mode,
     leaked_gradient,
-    logits_at,
     module_mode,
     nan_max,
-    probe_positions,
+    probed_logits,
 )
-from ...collators import PackedCollator
+from ...collators import MaskedCollator, PackedCollator
 from ...packing import Pack, Sample
 from ...runtime import gather_objects, preserve_rng, rng_states
 
@@ -159,7 +158,7 @@ def _is_random(model: Any, batch: dict[str, Any], mask: bool) -> bool:
     device = next(model.parameters()).device
     with preserve_rng(), module_mode(model, training=True):
         before = rng_states(device)
-        logits_at(model, batch, torch.tensor([0]), mask)
+        probed_logits(model, batch, [1], mask)
         pairs = zip(before, rng_states(device), strict=True)
         return not all(torch.equal(a, b) for a, b in pairs)
 
@@ -205,7 +204,8 @@ def _batch(
     tokens = sum(map(len, samples))
     budget = budget if budget and _can_pad(collator, len(samples), budget - tokens) else tokens
     pack = Pack.of([Sample(ids) for ids in samples], budget)
-    batch = {k: v for k, v in collator(pack).items() if k not in ("labels", "loss_weights")}
+    made = collator.unmasked(pack) if isinstance(collator, MaskedCollator) else collator(pack)
+    batch = {k: v for k, v in made.items() if k not in ("labels", "loss_weights")}
     return _to_device(batch, model)
 
 
@@ -217,9 +217,9 @@ def _can_pad(collator: Any, samples: int, padding: int) -> bool:
 
 def _logits(model: Any, batch: dict[str, Any], lengths: list[int], mask: bool) -> list[Tensor]:
     """Return the logits at some places of each sample."""
-    places, counts = probe_positions(lengths)
     with torch.enable_grad():  # kernels are chosen by whether there will be a backward
-        logits = logits_at(model, batch, places, mask).detach()
+        logits, counts = probed_logits(model, batch, lengths, mask)
+    logits = logits.detach()
     # For a vocabulary that is masked in part: -inf differs from itself by NaN.
     is_masked = logits <= torch.finfo(logits.dtype).min
     return list(logits.float().masked_fill(is_masked, 0.0).split(counts))

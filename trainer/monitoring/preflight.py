@@ -19,11 +19,13 @@ from tqdm import tqdm
 from ...attention.hf import (
     check_rows,
     install_mask_patch,
+    is_encoder,
     nan_max,
     sequence_limit,
     unsupported_reason,
     zero_weights_filled,
 )
+from ...collators import MaskedCollator
 from ...packing import IGNORE_INDEX, PackedDataset
 from ...packing.readers import PlannedPacks, estimate_report
 from ...runtime import Layout, gather_objects, rank, sum_over_ranks
@@ -51,6 +53,7 @@ def check_run(
     attention = getattr(config, "_attn_implementation", "eager")
     _check_lengths(data, config)
     _check_weights(model, collator)
+    _check_labels(model, data, collator)
     rows, boundaries = _check_rows(data, config, collator), _boundaries(model, attention)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         rows[0] = rows[0][-1:]  # a teacher keeps no activations: a long row may not fit
@@ -174,11 +177,15 @@ def _try_mask_repair(model: Any, check: Callable[..., str], fault: str) -> str:
 
 def _other_attention(model: Any, attention: str) -> str:
     """Advise `nopad` if it would be right."""
-    if attention == "nopad" or unsupported_reason(model) is not None:
+    if attention == "nopad" or not (is_encoder(model.config) or _runs_as_nopad(model)):
         return ""
     limit = sequence_limit(model.config.get_text_config())
     within = "" if limit is None else f" with samples of at most {limit.length} tokens"
     return f'use attn_implementation="nopad"{within}, or '
+
+
+def _runs_as_nopad(model: Any) -> bool:
+    return model.get_output_embeddings() is None or unsupported_reason(model) is None
 
 
 def _check_lengths(data: PackedDataset, config: Any) -> None:
@@ -201,6 +208,30 @@ def _check_weights(model: nn.Module, collator: Any) -> None:
         raise ValueError(
             'mean="sample" needs the exact loss: call nopad.trainer.loss.attach_loss(model) first'
         )
+
+
+def _check_labels(model: Any, data: PackedDataset, collator: Any) -> None:
+    """Raise if the labels of the data are not those that the head of the model learns."""
+    head = model.nopad_loss.head if hasattr(model, "nopad_loss") else "causal"
+    name, needs = type(model).__name__, head in ("token", "document")
+    if needs and not data.is_labelled:
+        raise ValueError(
+            f"{name} learns the label of each {head}, but the data has none: pass "
+            "PackedDataset(label_column=...), the name of their column"
+        )
+    if data.is_labelled and not needs:
+        raise ValueError(
+            f"the data has labels of documents, but {name} predicts tokens: omit label_column=, or "
+            "load the model with AutoModelForSequenceClassification"
+        )
+    if (head == "masked") != isinstance(collator, MaskedCollator):
+        is_masked = head == "masked"
+        raise ValueError(
+            f"{name} predicts {'masked tokens' if is_masked else 'no masked tokens'}: "
+            f"{'collate with MaskedCollator(tokenizer)' if is_masked else 'omit MaskedCollator'}"
+        )
+    if data.settings["pad_to_multiple_of"] != 1 and is_encoder(model.config.get_text_config()):
+        raise ValueError(f"pad_to_multiple_of= adds padding that {name} would read: omit it")
 
 
 def _describe_plan(data: PackedDataset) -> list[str]:
@@ -264,15 +295,15 @@ def _times(laps: float) -> str:
 def check_first_batches(loader: PackedLoader, *models: Any) -> None:
     """Make a loader refuse batches that do not fit the models before they are trained on."""
     loader.limits = ModelLimits.of(*models)
-    loader.first_step_check = partial(check_batches, vocab_size=loader.limits.vocab_size)
+    loader.first_step_check = partial(check_batches, limits=loader.limits)
 
 
-def check_batches(batches: list[dict], vocab_size: int) -> None:
+def check_batches(batches: list[dict], limits: ModelLimits) -> None:
     """Refuse the batches of the first step if token ids or labels cannot belong to the model."""
     label_tokens = 0
     for batch in batches:
         label_tokens += int((batch["labels"] != IGNORE_INDEX).sum())
-        ModelLimits(vocab_size).check_ids(batch)
+        limits.check_ids(batch)
     if not sum_over_ranks(label_tokens):
         raise ValueError(
             "no label of the first step counts for the loss: check the labels "

@@ -146,7 +146,8 @@ class ThroughputMeter:
 
     def _add_losses(self, info: PackInfo, labels: Tensor, token_losses: Tensor) -> None:
         """Add each label's loss to the source of its sample, without a host sync."""
-        sources = torch.from_numpy(np.repeat(info.sources, info.lengths).astype(np.int64))
+        lengths = np.ones_like(info.lengths) if token_losses.ndim == 1 else info.lengths
+        sources = torch.from_numpy(np.repeat(info.sources, lengths).astype(np.int64))
         sources = sources.to(labels.device, non_blocking=True)
         losses, labels = token_losses.flatten()[: len(sources)], labels.flatten()[: len(sources)]
         counted = (labels != IGNORE_INDEX).float()

@@ -476,15 +476,23 @@ class PackedTrainerMixin(IntactCheckpointMixin):
             )
             return metrics
         needs_logits = self.compute_metrics is not None
-        logits = self.attached_loss.logits_kept() if needs_logits else nullcontext()
+        logits = self._logits_kept() if needs_logits else nullcontext()
         with self._paused_meter(), logits:
             return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         only_losses = self.args.prediction_loss_only
-        logits = nullcontext() if only_losses else self.attached_loss.logits_kept()
+        logits = nullcontext() if only_losses else self._logits_kept()
         with self._paused_meter(), logits, metrics_kept(self, "eval"):
             return super().predict(*args, **kwargs)
+
+    def _logits_kept(self) -> AbstractContextManager:
+        if self.attached_loss.head == "document" and world_size() > 1:
+            raise ValueError(
+                "ranks have different numbers of documents, whose logits the Trainer cannot "
+                "gather: evaluate the loss only, or compute metrics in one process"
+            )
+        return self.attached_loss.logits_kept()
 
     def _paused_meter(self) -> AbstractContextManager:
         return nullcontext() if self.meter is None else self.meter.paused()

@@ -15,9 +15,9 @@ from ...attention.hf import (
     zero_weights_filled,
 )
 from ...runtime import unwrap_model
+from ..loss.packed_forward import packed_forward
 from ..monitoring.packing_check import measure_leak
 from ..with_hf.intact_checkpoints import IntactCheckpointMixin
-from .packed_forward import packed_forward
 
 STOCK_ATTENTION = ("eager", "sdpa", "flex_attention")
 """Implementations that compute a mask of all pairs of tokens of a pack."""

@@ -98,7 +98,7 @@ def test_a_row_of_another_format_is_refused_with_the_way_out(row, chosen, told):
 
 def test_a_format_that_would_have_no_effect_or_is_unknown_is_refused():
     tokens = datasets.Dataset.from_dict({"input_ids": [[1, 2]]})
-    with pytest.raises(ValueError, match="format='alpaca' converts rows, but this data has ready"):
+    with pytest.raises(ValueError, match="format='alpaca' applies to rows, but this data has"):
         PackedDataset(tokens, budget=8, format="alpaca")
     with pytest.raises(ValueError, match="format='vicuna': choose alpaca, sharegpt, or pass a fun"):
         PackedDataset([[1, 2]], budget=8, format="vicuna")

@@ -12,6 +12,7 @@ from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
 from nopad.trainer.data import PackedLoader
+from nopad.trainer.data.model_limits import ModelLimits
 from nopad.trainer.monitoring import check_run
 from nopad.trainer.monitoring.packing_check import measure_difference, measure_leak
 from nopad.trainer.monitoring.preflight import check_batches, check_first_batches
@@ -194,7 +195,7 @@ def test_sample_weights_without_the_loss_that_reads_them_are_refused():
 def test_a_step_without_a_single_counted_label_is_refused():
     batch = PackedCollator()([{"input_ids": [1, 2], "labels": [-100, -100]}])
     with pytest.raises(ValueError, match="no label of the first step counts"):
-        check_batches([batch], vocab_size=61)
+        check_batches([batch], ModelLimits(61))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,7 @@ def test_a_step_without_a_single_counted_label_is_refused():
 def test_the_id_that_is_outside_the_vocabulary_is_named(ids, labels, culprit):
     batch = {"input_ids": torch.tensor([ids]), "labels": torch.tensor([labels])}
     with pytest.raises(ValueError, match=f"^{culprit} is outside the model's vocabulary of 61"):
-        check_batches([batch], vocab_size=61)
+        check_batches([batch], ModelLimits(61))
 
 
 def test_the_check_leaves_every_module_in_its_mode():

@@ -2,23 +2,34 @@
 
     input_ids [B, L], mask [B, L] ─▶ real tokens as packs [1, T] ─▶ backbone ─▶ hidden [1, T, H]
                                                                                      │
-        TRL's LM head or score head, loss and metrics ◀─ hidden [B, L, H], 0 as padding
+      the LM head, score head or pooling of the model ◀─ hidden [B, L, H], 0 as padding
 
-TRL computes log-probabilities and entropies from the hidden states of the labels, without logits of
-all tokens. Only the backbone is replaced, so that every loss of TRL works as it is.
+Only the backbone is replaced, so that every head, loss and metric works as it is: TRL's on its
+padded batches, and heads of documents on packs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...runtime import to_device, unwrap_model
+
+
+class PackLayout(NamedTuple):
+    """The packs of a padded batch, and where their tokens are in it."""
+
+    packs: list[dict[str, Any]]
+    """The inputs of the backbone for each pack."""
+    places: Tensor
+    """int64 [tokens of all packs]: the place of each token in the flat padded batch."""
+    shape: tuple[int, int]
+    """Rows and columns of the padded batch."""
 
 
 @contextmanager
@@ -29,12 +40,21 @@ def packed_forward(model: Any, budget: int | None = None) -> Iterator[None]:
         model: a causal LM or a sequence classifier of Transformers that isolates packed sequences.
         budget: tokens of a pack; default: all tokens of a batch are one pack.
     """
-    backbone = unwrap_model(model).base_model
+    with backbone_unpacked(unwrap_model(model).base_model, partial(_layout_of_mask, budget)):
+        yield
+
+
+@contextmanager
+def backbone_unpacked(backbone: Any, layout_of: Callable[..., PackLayout]) -> Iterator[None]:
+    """Let a backbone run packs inside the block, and return its outputs in the padded layout.
+
+    layout_of: returns the packs of padded `input_ids` and their `attention_mask`.
+    """
     replaced = vars(backbone).get("forward")
     if isinstance(replaced, partial) and replaced.func is unpacked_forward:
         yield  # an outer block has replaced it
         return
-    backbone.forward = partial(unpacked_forward, backbone.forward, budget)
+    backbone.forward = partial(unpacked_forward, backbone.forward, layout_of, backbone)
     try:
         yield
     finally:
@@ -45,7 +65,8 @@ def packed_forward(model: Any, budget: int | None = None) -> Iterator[None]:
 
 def unpacked_forward(
     forward: Any,
-    budget: int | None,
+    layout_of: Callable[..., PackLayout],
+    backbone: Any,
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
@@ -60,21 +81,38 @@ def unpacked_forward(
     if input_ids is None or inputs:
         raise ValueError(
             f"{', '.join(inputs) or 'inputs without ids'} cannot be packed: train models of images "
-            "and embeddings with TRL's own trainer"
+            "and embeddings on padded batches"
         )
-    mask = attention_mask.bool().cpu()
-    index = to_device(mask.flatten().nonzero()[:, 0], input_ids.device)
-    packs = split_rows([n for n in mask.sum(1).tolist() if n], budget)
-    tokens = input_ids.flatten()[index].split([sum(lengths) for lengths in packs])
-    outputs = [
-        forward(input_ids=ids[None], **(kwargs | _boundaries(lengths, ids.device)))
-        for ids, lengths in zip(tokens, packs, strict=True)
-    ]
+    packs, places, shape = layout_of(input_ids, attention_mask)
+    outputs = [forward(**(kwargs | inputs)) for inputs in packs]
     fields = {
-        name: _padded([output[name] for output in outputs], index, input_ids.shape)
+        name: _padded([output[name] for output in outputs], places, shape)
         for name in outputs[0]
+        if name != "pooler_output"
     }
+    if "pooler_output" in outputs[0]:  # pooled from the first sequence of each pack
+        fields["pooler_output"] = _pooled(backbone, fields["last_hidden_state"])
     return type(outputs[0])(**fields)
+
+
+def _pooled(backbone: Any, hidden: Tensor) -> Tensor:
+    """Pool the rows of a padded batch as an encoder pools its own; ALBERT pools in two steps."""
+    if isinstance(backbone.pooler, nn.Linear):
+        return backbone.pooler_activation(backbone.pooler(hidden[:, 0]))
+    return backbone.pooler(hidden)
+
+
+def _layout_of_mask(budget: int | None, input_ids: Tensor, attention_mask: Tensor) -> PackLayout:
+    """Pack the tokens that a mask shows."""
+    mask, device = attention_mask.bool().cpu(), input_ids.device
+    index = to_device(mask.flatten().nonzero()[:, 0], device)
+    lengths = split_rows([n for n in mask.sum(1).tolist() if n], budget)
+    tokens = input_ids.flatten()[index].split([sum(each) for each in lengths])
+    packs = [
+        {"input_ids": ids[None], **_boundaries(each, device)}
+        for ids, each in zip(tokens, lengths, strict=True)
+    ]
+    return PackLayout(packs, index, (mask.shape[0], mask.shape[1]))
 
 
 def split_rows(lengths: list[int], budget: int | None) -> list[list[int]]:
@@ -108,13 +146,13 @@ def _boundaries(lengths: list[int], device: torch.device) -> dict[str, Any]:
     }
 
 
-def _padded(values: list[Any], index: Tensor, shape: torch.Size) -> Any:
+def _padded(values: list[Any], index: Tensor, shape: tuple[int, int]) -> Any:
     """Copy the values of all packs to the places of their tokens; router logits stay [B * L, E]."""
     if isinstance(values[0], tuple):
         return tuple(_padded(list(layer), index, shape) for layer in zip(*values, strict=True))
     if not torch.is_tensor(values[0]):
         return values[0]
     is_batched = values[0].ndim == 3
-    flat = torch.cat([value[0] if is_batched else value for value in values])
-    padded = flat.new_zeros(shape.numel(), *flat.shape[1:]).index_copy(0, index, flat)
+    flat = torch.cat([value.flatten(0, 1) if is_batched else value for value in values])
+    padded = flat.new_zeros(shape[0] * shape[1], *flat.shape[1:]).index_copy(0, index, flat)
     return padded.unflatten(0, shape) if is_batched else padded
