@@ -57,7 +57,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, sinks, out, lse, cu_seqlens = ctx.saved_tensors
         backend, max_length, params = ctx.call
         params = ScoreParams(params.scale, params.window, params.softcap, sinks)

@@ -83,10 +83,11 @@ def attention(
     return out.view(rows, columns, *out.shape[1:]), None
 
 
-def _flat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+def _flat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(B, H, T, D) -> (B*T, H, D): a view, if the layer transposed a (B, T, H, D)."""
     tensors = _cast_to_one_dtype(query, key, value)
-    return tuple(x.transpose(1, 2).flatten(0, 1) for x in tensors)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in tensors)
+    return q, k, v
 
 
 def is_in_graph(max_length: Any) -> bool:

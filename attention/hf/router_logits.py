@@ -26,7 +26,8 @@ def install_router_hooks(model: nn.Module) -> None:
     """Install the hooks of a model with router logits; a model with such hooks is not picklable."""
     if has_router_logits(model):
         for part in _pretrained(model):
-            maybe_install_capturing_hooks(part)
+            if len(_pretrained(part)) == 1:  # an outer one would install those inside once more
+                maybe_install_capturing_hooks(part)
 
 
 def _pretrained(model: nn.Module) -> list[PreTrainedModel]:

@@ -192,7 +192,8 @@ class AttachedLoss:
         outputs = self.call(*args, **kwargs)
         fields = dict(outputs)  # in the order of the output's class
         if not self._calls_loss:
-            fields["loss"] = self._loss(fields["logits"])
+            compute = self._from_logits if bypass is None else self._loss
+            fields["loss"] = compute(fields["logits"])
         if bypass is not None:
             del fields["logits"]  # they were hidden states
         self.aux_loss = self._auxiliary.scale(fields)

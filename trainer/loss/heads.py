@@ -32,8 +32,10 @@ _CLASSES: dict[str, Head] = {
 def find_head(model: Any) -> Head:
     """Return the kind of a model's head, or raise if packs cannot train it."""
     names = [base.__name__ for base in type(model).__mro__]
-    kinds = (kind for end, kind in _CLASSES.items() if any(name.endswith(end) for name in names))
-    kind: Head = next(kinds, "causal")
+    kinds: list[Head] = [
+        kind for end, kind in _CLASSES.items() if any(name.endswith(end) for name in names)
+    ]
+    kind: Head = kinds[0] if kinds else "causal"
     reason = None
     if kind == "causal":
         reason = not_causal_lm_reason(model)
