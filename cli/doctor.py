@@ -162,11 +162,11 @@ def _other_head(name: str, tiny: bool) -> Callable[[], int] | None:
 
     from .doctor_heads import head_class, report_head
 
-    path = resolve_path(name)
-    is_type = name in CONFIG_MAPPING and not Path(path).exists()
-    if is_adapter(path):
-        return None
     try:
+        path = resolve_path(name)
+        is_type = name in CONFIG_MAPPING and not Path(path).exists()
+        if is_adapter(path):
+            return None
         config = CONFIG_MAPPING[name]() if is_type else _load_config(path)
         kind = head_class(config)
     except Exception:  # `_load` raises it again, and says so

@@ -30,7 +30,6 @@ from nopad.cli import parser as command_parser
 from nopad.recipes.support import arguments
 from nopad.recipes.support.run_dir import RunDir
 from nopad.recipes.support.run_recipe import run_recipe
-from nopad.recipes.support.run_summary import plot_metrics
 from nopad.recipes.train_hf import train_in_folder
 
 SHOWN = ("rewards/accuracies", "rewards/margins", "loss")
@@ -98,6 +97,8 @@ def train(args: argparse.Namespace, run: RunDir) -> None:
     )
     train_in_folder(trainer, args, run)
     if trainer.is_world_process_zero():
+        from nopad.recipes.support.run_summary import plot_metrics
+
         print("\n".join(plot_metrics(run, trainer.state.log_history, SHOWN)))
 
 

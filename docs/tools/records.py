@@ -75,6 +75,19 @@ def training_table() -> str:
     return _table(["run", "nopad", "stock, flash-attn 2, liger-kernel", "speed"], rows, path)
 
 
+def grid_table() -> str:
+    """Families and modes: stock layers, hand-fused ones (removed since) and compiled ones."""
+    path, record = newest("training-grid")
+    arms = ["stock", "fused", "compiled", "compiled, not timed"]
+    rows = [
+        [name, *(f"{_k(run)}, {_beyond(run)}" if (run := cell.get(arm)) else "–" for arm in arms)]
+        for name, cell in record["cells"].items()
+    ]
+    head = ["shape", "stock, liger-kernel", "hand-fused layers (removed)", "compiled layers",
+            "compiled, kernels chosen without timing (default)"]  # fmt: skip
+    return _table(head, rows, path)
+
+
 def loop_table() -> str:
     """Loops in bf16: padded batches, the flattening collator, and ours."""
     path, record = newest("training")
@@ -502,6 +515,10 @@ def _k(run: dict[str, Any]) -> str:
 
 def _gb(run: dict[str, Any]) -> str:
     return f"{run['peak_GB']:.0f} GB"
+
+
+def _beyond(run: dict[str, Any]) -> str:
+    return f"{run['beyond_training_state_GB']:.1f} GB"
 
 
 def _table(head: list[str], rows: list[list[str]], path: Path | None = None) -> str:

@@ -189,7 +189,7 @@ class AttachedLoss:
             bypass.active = True
         if self._calls_loss:
             kwargs = {**kwargs, "labels": targets}
-        outputs = self.call(*args, **kwargs)
+        outputs = self._call(*args, **kwargs)
         fields = dict(outputs)  # in the order of the output's class
         if not self._calls_loss:
             compute = self._from_logits if bypass is None else self._loss
@@ -199,7 +199,7 @@ class AttachedLoss:
         self.aux_loss = self._auxiliary.scale(fields)
         return type(outputs)(**fields)
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward; heads of documents return a row for each document."""
         if self.head == "document" and "cu_seq_lens_q" in kwargs:
             return run_per_document(self.model, self._forward, kwargs)
@@ -359,7 +359,7 @@ def _loss_forward(stock: Callable, is_unprepared: bool = False) -> Callable:
             inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("position_ids"))
             row = next((tensor for tensor in inputs if tensor is not None), None)
             with loss._documents(kwargs, row):  # the caller may compute a loss from the logits
-                return loss.call(*args, **kwargs)
+                return loss._call(*args, **kwargs)
         _refuse_rounded(num_items_in_batch=num_items_in_batch, loss_weights=loss_weights)
         targets: Any = shift_labels if labels is None else loss.align(labels, IGNORE_INDEX)
         weights = None if loss_weights is None else loss.align(loss_weights, 0.0)

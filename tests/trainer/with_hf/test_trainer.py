@@ -207,12 +207,12 @@ def test_a_collator_that_is_not_for_packs_is_refused_at_once(collator, told, tmp
         trainer(tmp_path, tiny_run.dataset(), 1, collator=collator, max_steps=1)
 
 
-def test_a_classifier_is_refused_at_once(tmp_path):
+def test_a_classifier_without_a_padding_token_is_refused_at_once(tmp_path):
     from nopad.trainer.with_hf import PackedTrainer
 
     model = LlamaForSequenceClassification(tiny_run.model().config)
     args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[])
-    with pytest.raises(ValueError, match=r"^LlamaForSequenceClassification has no LM head"):
+    with pytest.raises(ValueError, match=r"^LlamaForSequenceClassification finds the last token"):
         PackedTrainer(model, args, None, tiny_run.dataset())
 
 
