@@ -82,7 +82,10 @@ LAYERS = {
     "trainer": [
         {"with_hf", "with_trl", "with_lightning", "with_accelerate"}, {"evaluation"},
         {"monitoring"}, {"data"}, {"loss", "layers"},
-        {"checkpoint_manifest", "folder_lock", "fsdp_unshard", "graceful_stop", "train_mode"},
+        {
+            "banner", "checkpoint_manifest", "folder_lock", "fsdp_unshard", "graceful_stop",
+            "train_mode",
+        },
     ],
     "inference": [
         {"harness", "endpoint"}, {"data_parallel", "logprob_parity"}, {"engine"},

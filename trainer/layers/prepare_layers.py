@@ -20,6 +20,7 @@ from torch import nn
 
 from ...attention.hf import ATTN_IMPLEMENTATION
 from ...runtime import Layout
+from ..banner import print_banner
 from .class_swap import SwappedLayers
 from .compile_layers import CompiledForward, compile_with, compiled_forward, why_not_compiled
 from .experts import group_experts
@@ -83,6 +84,8 @@ def prepare_layers(
     if way == COMPILED:
         forward = CompiledForward({}, falls_back=layers != COMPILED)
         swapped = compile_with(forward, model, device)
+        if device.type == "cuda":
+            print_banner(["compiling layers: up to a minute for the first step, less once cached"])
     elif layers != STOCK and device.type == "cuda":
         group_experts(model, swapped, device)
     return PreparedLayers(swapped, note, forward)

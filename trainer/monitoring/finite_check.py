@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...runtime import HostCopy, sum_over_ranks, world_size
-from .preflight import print_banner
+from ..banner import print_banner
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Types that can be summed; quantized weights are frozen."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from ...attention.hf import (
     check_rows,
@@ -28,7 +27,8 @@ from ...attention.hf import (
 from ...collators import MaskedCollator
 from ...packing import IGNORE_INDEX, PackedDataset
 from ...packing.readers import PlannedPacks, estimate_report
-from ...runtime import Layout, gather_objects, rank, sum_over_ranks
+from ...runtime import Layout, gather_objects, sum_over_ranks
+from ..banner import print_banner
 from ..data.loader import PackedLoader
 from ..data.model_limits import ModelLimits, length_limit, shorter_samples_advice
 from ..fsdp_unshard import reshard
@@ -74,13 +74,6 @@ def check_run(
     ranks = [] if layout is None or layout.world_size == 1 else [layout.describe()]
     cached = [] if data.token_cache is None else data.token_cache.messages
     return [model_line, *ranks, *_describe_plan(data), *cached, *describe_slow_bf16(model)]
-
-
-def print_banner(lines: list[str]) -> None:
-    """Print the banner on the first rank."""
-    if rank() == 0:
-        for line in lines:
-            tqdm.write(f"nopad: {line}")
 
 
 def print_resumed(checkpoint: Any, data: PackedDataset) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...packing import PackedDataset
-from .preflight import print_banner
+from ..banner import print_banner
 
 
 def is_stream_end(data: PackedDataset, state: dict[str, Any]) -> bool:

@@ -31,6 +31,7 @@ from torch import nn
 
 from ...packing import Pack, PackedDataset
 from ...runtime import Layout, find_layout, join_sequence_group, unwrap_peft
+from ..banner import print_banner
 from ..data.data_state import STATE_FILE, load_data_state, save_data_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader
 from ..data.plain_data import check_plain, pack_like, pack_plain, refuse_plain_settings
@@ -41,7 +42,6 @@ from ..monitoring.preflight import (
     check_first_batches,
     check_run,
     describe_speedups,
-    print_banner,
     print_resumed,
 )
 from ..train_mode import ensure_train_mode

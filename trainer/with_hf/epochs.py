@@ -27,7 +27,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ...packing import PackedDataset
-from ..monitoring.preflight import print_banner
+from ..banner import print_banner
 from ..monitoring.stream_end import is_stream_end, print_stream_end, print_unread_stream
 
 

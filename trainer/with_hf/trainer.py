@@ -39,6 +39,7 @@ from ...runtime import (
     unwrap_peft,
     world_size,
 )
+from ..banner import print_banner
 from ..data.data_state import load_data_state, save_data_state
 from ..data.loader import Batch, PackedLoader, PackInfo, UnsizedLoader, check_collator
 from ..data.model_limits import ModelLimits
@@ -50,7 +51,6 @@ from ..monitoring.preflight import (
     check_first_batches,
     check_run,
     describe_speedups,
-    print_banner,
     print_resumed,
 )
 from ..monitoring.throughput import ThroughputMeter

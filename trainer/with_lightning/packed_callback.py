@@ -32,6 +32,7 @@ from ...runtime import (
     rng_states,
     unwrap_peft,
 )
+from ..banner import print_banner
 from ..data.data_state import LAYERS, PACKS_PER_STEP, gather_data_state, restore_draws
 from ..data.loader import PackedLoader, PackInfo
 from ..layers import PreparedLayers, prepare_layers
@@ -40,7 +41,6 @@ from ..monitoring.finite_check import DIVERGED, OWN_LOSS, FiniteCheck, check_wei
 from ..monitoring.preflight import (
     check_run,
     describe_speedups,
-    print_banner,
     print_resumed,
 )
 from ..monitoring.stream_end import is_stream_end, print_stream_end, print_unread_stream
