@@ -90,7 +90,8 @@ def run_per_document(model: Any, forward: Any, inputs: dict[str, Any]) -> Any:
     names = ("input_ids", "position_ids", "use_cache")
     bounds = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
     pack = {name: inputs[name] for name in (*names, *bounds) if name in inputs}
-    others = {name: value for name, value in inputs.items() if name not in pack}
+    # PEFT passes attention_mask=None.
+    others = {k: value for k, value in inputs.items() if k not in pack and value is not None}
     ids, cu_seq_lens = pack["input_ids"].flatten(), pack["cu_seq_lens_q"].long()
     rows, columns = len(cu_seq_lens) - 1, int(pack["max_length_q"])
     index = _padded_index(cu_seq_lens, len(ids), columns)

@@ -251,7 +251,6 @@ class PackedTrainerMixin(IntactCheckpointMixin):
                 obstacle=obstacle,
                 layout=self.layout,
             )
-        self._loader.layers = self.prepared_layers.way
 
     def _reject_skip_prepare_without_labels(self, *_: Any, **__: Any) -> None:
         # TRL looks for columns of masks in evaluation sets; PackedDataset refuses them itself.
@@ -583,6 +582,8 @@ class PackedTrainerMixin(IntactCheckpointMixin):
 
     def _save_data_state(self, folder: Path) -> None:
         if self._loader is not None:
+            assert self.prepared_layers is not None
+            self._loader.layers = self.prepared_layers.way  # known after the first step
             save_data_state(self._loader, folder)
 
 

@@ -13,6 +13,7 @@ from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
 from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring import check_run
+from peft import LoraConfig, get_peft_model
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "pad_token_id": 0, "max_position_embeddings": 64}
@@ -67,6 +68,21 @@ def test_a_head_on_a_pack_learns_what_it_learns_from_documents_one_by_one(head, 
     assert tiny_run.distance(ours, gradient) < 1e-5
     tokens = sum(len(row["input_ids"]) for row in documents)
     assert out.logits.shape[:-1] == ((1, tokens) if head == "token" else (len(documents),))
+
+
+@pytest.mark.parametrize(("head", "task"), [("class", "SEQ_CLS"), ("token", "TOKEN_CLS")])
+def test_adapters_of_a_classifier_learn_from_a_pack_as_from_documents(head, task):
+    config = LoraConfig(task_type=task, target_modules=["q_proj"], init_lora_weights=False)
+    model, documents = get_peft_model(classifier(head), config), rows(head)
+    gold = deepcopy(model)
+    one_by_one(gold, documents)
+    attach_loss(model)
+    model(**PackedCollator()(documents)).loss.backward()
+    gradients = (
+        {name: p.grad for name, p in m.named_parameters() if p.grad is not None}
+        for m in (model, gold)
+    )
+    assert tiny_run.distance(*gradients) < 1e-5
 
 
 @pytest.mark.parametrize("front_end", FIRST_STEP)
