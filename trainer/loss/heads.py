@@ -115,13 +115,16 @@ def _padded_index(cu_seq_lens: Tensor, tokens: int, columns: int) -> Tensor:
     return row * columns + token - cu_seq_lens[row]
 
 
-def score_losses(model: Any, logits: Tensor, targets: Tensor, is_labelled: bool) -> Tensor | None:
+def score_losses(
+    model: Any, logits: Tensor, targets: Tensor, is_labelled: bool, options: dict[str, float]
+) -> Tensor | None:
     """Return the loss of each document with scores or several classes; None: labels are classes.
 
     They are those of Transformers' `problem_type` for each document alone.
 
     logits: [N, classes] or [T, classes].
     is_labelled: False for a pack without documents, whose labels are ignored.
+    options: of the cross-entropy, which scores do not have.
     """
     config, has_scores = model.config, targets.is_floating_point()
     problem = config.problem_type if find_head(model) == "document" else "single_label"
@@ -140,6 +143,10 @@ def score_losses(model: Any, logits: Tensor, targets: Tensor, is_labelled: bool)
         )
     if has_classes:
         return None
+    if any(options.values()):
+        raise ValueError(
+            f"{options} apply to the cross-entropy of classes, not to scores: omit them"
+        )
     targets = targets.view_as(logits).to(logits.dtype)
     if problem == "regression":
         return (logits - targets).square().mean(-1)

@@ -491,6 +491,12 @@ class PackedTrainerMixin(IntactCheckpointMixin):
                 "ranks have different numbers of documents, whose logits the Trainer cannot "
                 "gather: evaluate the loss only, or compute metrics in one process"
             )
+        is_padded = getattr(self.packed_collator, "pad_to_budget", False)
+        if self.attached_loss.head == "document" and is_padded:
+            raise ValueError(
+                "logits would have rows for the padding of fixed shapes: evaluate the loss only, "
+                "or omit pad_to_budget, stack and fixed_sequences"
+            )
         return self.attached_loss.logits_kept()
 
     def _paused_meter(self) -> AbstractContextManager:

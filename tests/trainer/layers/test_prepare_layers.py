@@ -71,7 +71,9 @@ def test_layers_that_are_compiled_already_stay_as_they_are():
     assert [type(module) for module in model.modules()] == classes
     told = prepare_layers(model, CPU, saved="stock").describe()
     assert told == "compiled layers (the checkpoint was trained with stock layers)"
-    with pytest.raises(ValueError, match=r"^layers='stock', but .* are compiled already: call undo"):
+    with pytest.raises(
+        ValueError, match=r"^layers='stock', but .* are compiled already: call undo"
+    ):
         prepare_layers(model, CPU, "stock")
 
 
