@@ -184,5 +184,5 @@ def test_documents_of_a_token_classifier_weigh_the_same_if_asked():
 def test_label_smoothing_of_scores_is_refused():
     model = classifier("score")
     attach_loss(model, label_smoothing=0.1)
-    with pytest.raises(ValueError, match="'label_smoothing': 0.1.* not to scores"):
+    with pytest.raises(ValueError, match=r"'label_smoothing': 0\.1.* not to scores"):
         model(**PackedCollator()(rows("score")))
