@@ -114,12 +114,13 @@ class PackedCollator:
         if self.seq_idx:
             numbers = np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
             batch["seq_idx"] = torch.from_numpy(numbers.reshape(rows[0].shape))
-        if self.mean == "sample":
-            label_counts = parent_label_counts(packs, widths, len(bounds) - 1)
-            weights = sample_weights(rows[1].ravel(), bounds, label_counts)
-            batch["loss_weights"] = torch.from_numpy(weights.reshape(rows[1].shape))
         if any(pack.targets is not None for pack in packs):
             batch |= document_labels(packs, widths, len(bounds) - 1, rows[0].shape)
+        labels = batch["labels"].numpy()
+        if self.mean == "sample" and labels.shape == rows[1].shape and labels.dtype == np.int64:
+            label_counts = parent_label_counts(packs, widths, len(bounds) - 1)
+            weights = sample_weights(labels.ravel(), bounds, label_counts)
+            batch["loss_weights"] = torch.from_numpy(weights.reshape(labels.shape))
         return batch
 
     def _fixed_length(self, longest: int, budget: int) -> int:

@@ -76,7 +76,7 @@ class NopadPlugin(BasePlugin):
         # The model is loaded with an attention that needs no other library, then gets nopad's.
         cfg["attn_implementation"] = "sdpa"
         cfg["include_tkps"] = False  # PackedTrainer logs throughput
-        for layer in LORA_KERNELS:  # unset means on in Axolotl; nopad fuses layers with LoRA itself
+        for layer in LORA_KERNELS:  # unset means on in Axolotl; layers are compiled with LoRA
             if cfg.get(f"lora_{layer}_kernel") is None:
                 cfg[f"lora_{layer}_kernel"] = False
 

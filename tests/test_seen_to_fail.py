@@ -1515,6 +1515,67 @@ FAULTS = {
         "right = cut_targets\n"
         "cut_targets = lambda targets, *a: right(targets[::-1], *a)",
     ),
+    "labels of skipped documents go to others": (
+        "packing/test_targets.py::test_labels_stay_with_their_documents_if_others_are_skipped",
+        "nopad.packing.pipeline",
+        "from dataclasses import replace\n"
+        "right = drop_bad_documents\n"
+        "drop_bad_documents = lambda arrays, *a: [\n"
+        "    replace(one, targets=all.targets) for one, all in zip(right(arrays, *a), arrays)]",
+    ),
+    "predictions are in the order of packs": (
+        "trainer/loss/test_heads.py::test_predictions_are_in_the_order_of_the_rows",
+        "nopad.trainer.with_hf.trainer",
+        "pack_like = lambda train, source, *a: PackedDataset(\n"
+        "    source, budget=64, label_column='label', shuffle=False)",
+    ),
+    "labels of a document weigh the same in any mean": (
+        "trainer/loss/test_heads.py::"
+        "test_documents_of_a_token_classifier_weigh_the_same_if_asked",
+        "nopad.collators.packed",
+        "sample_weights = lambda labels, *a: (labels != IGNORE_INDEX).astype(np.float32)",
+    ),
+    "scores ignore label smoothing": (
+        "trainer/loss/test_heads.py::test_label_smoothing_of_scores_is_refused",
+        "nopad.trainer.loss.attached_loss",
+        "right = score_losses\n"
+        "score_losses = lambda *a: right(*a[:4], {})",
+    ),
+    "classifiers take no arguments of None": (
+        "trainer/loss/test_heads.py::"
+        "test_adapters_of_a_classifier_learn_from_a_pack_as_from_documents",
+        "nopad.trainer.loss.attached_loss",
+        "right = run_per_document\n"
+        "run_per_document = lambda model, forward, inputs: right(\n"
+        "    model, lambda **k: forward(**k, **{n: v for n, v in inputs.items() if v is None}),\n"
+        "    inputs)",
+    ),
+    "a process has eight graphs": (
+        "trainer/layers/test_compile_layers.py::"
+        "test_models_may_have_more_graphs_than_torch_compile_allows_by_default",
+        "nopad.trainer.layers.compile_layers", "del DYNAMO['recompile_limit']",
+    ),
+    "a checkpoint names the layers that were wanted": (
+        "trainer/test_layers_by_default.py::"
+        "test_a_run_whose_compilation_failed_is_resumed_with_stock_layers[accelerate]",
+        "nopad.trainer.with_accelerate.loader",
+        "trained_layers = lambda prepared, saved: 'compiled'",
+    ),
+    "layers of one model choose those of the next": (
+        "trainer/test_layers_by_default.py::"
+        "test_layers_of_a_teacher_do_not_choose_those_of_the_student",
+        "nopad.trainer.with_accelerate.loader",
+        "ways, right = [], prepare_layers\n"
+        "def prepare_layers(*a, saved=None, **k):\n"
+        "    found = right(*a, saved=ways[-1] if ways else saved, **k)\n"
+        "    ways.append(found.way)\n"
+        "    return found",
+    ),
+    "layers that are compiled stay so unsaid": (
+        "trainer/layers/test_prepare_layers.py::"
+        "test_layers_that_are_compiled_already_stay_as_they_are",
+        "nopad.trainer.layers.prepare_layers", "STOCK = None",
+    ),
     "any labels are those of any head": (
         "trainer/loss/test_heads.py::test_labels_that_the_head_does_not_learn_are_refused",
         "nopad.packing.dataset",

@@ -1,4 +1,4 @@
-"""Recurrent and convolutional states in packed rows: which modules carry one on, and how not to.
+"""Recurrent and convolutional states: find the modules that keep one, and reset it per document.
 
     row [aaaa|bb|ccc]  ─▶  mixer(aaaa), mixer(bb), mixer(ccc)  ─▶  one row
 

@@ -1,4 +1,4 @@
-"""Attention of a step as one operator, for graphs that serve every step and every layer.
+"""The engine's attention as one operator: a compiled layer then serves every step and layer.
 
 running_layer(varlen, layer)     what compiled code inside attends by
 step_attention(q, k, v, ...)     the operator: no graph sees the step, its pages or the layer

@@ -1,4 +1,4 @@
-"""The samples of a pack as text, in spans of tokens that count for the loss and of others."""
+"""The samples of a pack as text, in spans that count for the loss and spans that do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of one tensor-parallel group: the decisions that they must agree on.
+"""Decisions on which the ranks of a tensor-parallel group must agree.
 
 Every forward is a collective of such ranks. They must therefore plan the same steps: from the same
 requests, over the same number of pages, dropping cached prefixes at the same time.

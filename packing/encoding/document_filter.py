@@ -31,7 +31,9 @@ def drop_bad_documents(
             skipped.add(RowError(f"{array.name}, document {first + number}", reason))
         first += len(valid)
         if not valid.all():
-            array = replace(array, begins=array.begins[valid], lengths=array.lengths[valid])
+            targets = [t for t, is_valid in zip(array.targets, valid, strict=False) if is_valid]
+            kept = array.begins[valid], array.lengths[valid]
+            array = replace(array, begins=kept[0], lengths=kept[1], targets=targets)
         filtered.append(array)
     return filtered
 

@@ -1,4 +1,4 @@
-"""Null fields of chats: Arrow gives all entries of a column the same fields, and fills in nulls."""
+"""Remove the null fields of chats: Arrow gives all messages of a column the same fields."""
 
 from __future__ import annotations
 

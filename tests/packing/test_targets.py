@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from nopad.packing import PackedDataset, Sample
+from nopad.packing.sources import TokenArray
 
 ROWS = [{"input_ids": [n + 1] * (n % 5 + 1), "label": n % 7} for n in range(40)]
 TOKENS = [{**row, "label": list(range(len(row["input_ids"])))} for row in ROWS]
@@ -94,3 +95,11 @@ def test_other_labels_are_other_data():
 def test_labels_that_cannot_be_used_are_named(row, settings, told):
     with pytest.raises(ValueError, match=told):
         list(PackedDataset([row], **{"budget": 8, "label_column": "label", **settings}))
+
+
+def test_labels_stay_with_their_documents_if_others_are_skipped():
+    samples = [Sample(np.array(ids), target=ids[-1]) for ids in ([5, 6], [99, 7], [8, 9])]
+    source = TokenArray.of(samples)
+    data = PackedDataset(source, budget=8, vocab_size=50, on_error="skip", shuffle=False)
+    (pack,) = data
+    assert pack.tokens[pack.cu_seqlens[1:] - 1].tolist() == pack.targets == [6, 9]

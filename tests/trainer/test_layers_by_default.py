@@ -50,7 +50,7 @@ def lightning(model, folder, resume=False, **options) -> str:
     trainer = pl.Trainer(**settings, **quiet, callbacks=[callback])
     trainer.fit(Module(model), data, ckpt_path=path if resume else None)
     trainer.save_checkpoint(path)
-    return data.layers
+    return data.loader.layers
 
 
 FRONT_ENDS = {"hf": hf, "accelerate": accelerate, "lightning": lightning}
@@ -81,6 +81,35 @@ def test_layers_are_chosen_told_and_kept_by_a_resumed_run(name, tmp_path, capsys
     assert train(tiny_run.model(), tmp_path, resume=True, layers="stock") == "stock"
     told = "stock layers (the checkpoint was trained with compiled layers)"
     assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", FRONT_ENDS)
+def test_a_run_whose_compilation_failed_is_resumed_with_stock_layers(
+    name, tmp_path, counter, monkeypatch
+):
+    train, layer = FRONT_ENDS[name], type(tiny_run.model().model.layers[0])
+    assert train(tiny_run.model(), tmp_path, layers="compiled") == "compiled"
+    original = layer.forward
+
+    def with_a_graph_break(self, *args, **kwargs):
+        torch._dynamo.graph_break()
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "forward", with_a_graph_break)
+        assert train(tiny_run.model(), tmp_path, resume=True) == "stock"
+    assert train(tiny_run.model(), tmp_path, resume=True) == "stock", "as the checkpoint did"
+
+
+def test_layers_of_a_teacher_do_not_choose_those_of_the_student(counter):
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True)
+    models = [accelerator.prepare(tiny_run.model(attention)) for attention in ("sdpa", "nopad")]
+    loader = PackedAccelerateLoader(accelerator, tiny_run.dataset())
+    loader.layers = "compiled"  # as of a checkpoint
+    next(iter(loader))
+    assert [loader.prepared_layers[id(m)].way for m in models] == ["stock", "compiled"]
+    assert loader.layers == "compiled"
 
 
 def test_torch_compile_compiles_the_whole_model_instead(tmp_path):

@@ -1,4 +1,4 @@
-"""The limits of a model: token ids and labels of its vocabulary, and its number of positions.
+"""Check batches against the limits of a model: its vocabulary, classes and positions.
 
 All batches are checked on the host before they are issued: on a device, an id outside the
 vocabulary stops the process with an unclear error, and a label outside it gives a loss of NaN.

@@ -84,6 +84,8 @@ def pack_like(train: PackedDataset, source: Any, tokenizer: Any = None) -> Packe
         rank=train.rank,
         world_size=train.world_size,
         cache_dir=train.cache_dir,  # pyright: ignore[reportArgumentType]
+        # Predictions of documents are then in the order of the rows.
+        strategy="sequential" if train.is_labelled else "best_fit",
         label_column=encoder.label_column,
         **{name: train.settings[name] for name in COMMON},
     )

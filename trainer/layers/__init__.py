@@ -2,7 +2,7 @@
 
 from .class_swap import SwappedLayers
 from .compile_layers import compile_layers
-from .prepare_layers import PreparedLayers, prepare_layers, sharding_obstacle
+from .prepare_layers import PreparedLayers, prepare_layers, sharding_obstacle, trained_layers
 
 __all__ = [
     "PreparedLayers",
@@ -10,4 +10,5 @@ __all__ = [
     "compile_layers",
     "prepare_layers",
     "sharding_obstacle",
+    "trained_layers",
 ]

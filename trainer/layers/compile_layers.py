@@ -41,9 +41,10 @@ from .experts import group_experts
 
 log = logging.getLogger("nopad.trainer")
 
-DYNAMO = {"skip_nnmodule_hook_guards": False, "optimize_ddp": False}
-"""Settings of torch.compile: by default, a graph ignores hooks that come after its first call, and
-DDP cuts the graph of a layer at its buckets."""
+DYNAMO = {"skip_nnmodule_hook_guards": False, "optimize_ddp": False, "recompile_limit": 256}
+"""Settings of torch.compile: by default, a graph ignores hooks that come after its first call, DDP
+cuts the graph of a layer at its buckets, and the ninth graph in a process raises. All kinds of
+layers of all models count: their forwards share the code of `_bind`."""
 
 
 def compile_layers(model: nn.Module, **options: Any) -> SwappedLayers:

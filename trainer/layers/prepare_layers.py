@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -75,8 +76,13 @@ def prepare_layers(
     if layers not in LAYERS:
         raise ValueError(f"layers={layers!r}: use one of {', '.join(map(repr, LAYERS))}")
     swapped = SwappedLayers()
-    if (forward := compiled_forward(model)) is not None:
-        return PreparedLayers(swapped, forward=forward)  # by an earlier call
+    if (forward := compiled_forward(model)) is not None:  # by an earlier call
+        if layers == STOCK:
+            raise ValueError(
+                "layers='stock', but the layers of this model are compiled already: call undo() of "
+                "the result of compile_layers, or of the earlier trainer's prepared_layers.swapped"
+            )
+        return PreparedLayers(swapped, choose(COMPILED, saved, "", device.type)[1], forward)
     obstacle = obstacle or why_not_compiled(model) or _missing(model, device, layout or Layout())
     if layers == COMPILED and obstacle:
         raise ValueError(f"layers='compiled': {obstacle}; use layers='auto'")
@@ -106,6 +112,15 @@ def choose(layers: str, saved: str | None, obstacle: str, device: str) -> tuple[
     if saved not in (None, way):
         notes.append(f"the checkpoint was trained with {saved} layers")
     return way, "; ".join(notes)
+
+
+def trained_layers(prepared: Iterable[PreparedLayers], saved: str | None) -> str | None:
+    """Return what a checkpoint says of the layers of all models: compiled if those of one are.
+
+    saved: of the run that was loaded, if no model is prepared yet.
+    """
+    ways = [layers.way for layers in prepared]
+    return (COMPILED if COMPILED in ways else STOCK) if ways else saved
 
 
 def _missing(model: Any, device: torch.device, layout: Layout) -> str:

@@ -253,7 +253,7 @@ class AttachedLoss:
         targets, divisor, weights = self._targets
         logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
         if self.head != "causal":
-            scores = score_losses(self.model, logits, targets, weights is not None)
+            scores = score_losses(self.model, logits, targets, weights is not None, self.options)
             if scores is not None:
                 return self._sum(scores, divisor, weights)
         if self.measures_tokens:

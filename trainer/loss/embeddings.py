@@ -19,7 +19,8 @@ Pooling = Literal["mean", "first", "last"]
 def document_embeddings(model: Any, batch: dict[str, Any], pooling: Pooling = "mean") -> Tensor:
     """Return an embedding [N, H] of each document of a packed batch, with gradients.
 
-    The model runs with `attn_implementation="nopad"`.
+    The model runs with `attn_implementation="nopad"`. The padding of a batch with fixed shapes
+    counts as documents: ignore the rows after those of yours.
 
     Args:
         model: a model without a head, as `AutoModel` loads it.
@@ -53,7 +54,7 @@ def pool_documents(hidden: Tensor, cu_seq_lens: Tensor, pooling: Pooling = "mean
     """
     rows, bounds = hidden.flatten(0, 1), cu_seq_lens.long()
     if pooling == "first":
-        return rows[bounds[:-1]]
+        return rows[bounds[:-1].clamp(max=len(rows) - 1)]  # fixed shapes have empty sequences
     if pooling == "last":
         return rows[bounds[1:] - 1]
     if pooling != "mean":

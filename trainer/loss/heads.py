@@ -90,7 +90,8 @@ def run_per_document(model: Any, forward: Any, inputs: dict[str, Any]) -> Any:
     names = ("input_ids", "position_ids", "use_cache")
     bounds = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
     pack = {name: inputs[name] for name in (*names, *bounds) if name in inputs}
-    others = {name: value for name, value in inputs.items() if name not in pack}
+    # PEFT passes attention_mask=None.
+    others = {k: value for k, value in inputs.items() if k not in pack and value is not None}
     ids, cu_seq_lens = pack["input_ids"].flatten(), pack["cu_seq_lens_q"].long()
     rows, columns = len(cu_seq_lens) - 1, int(pack["max_length_q"])
     index = _padded_index(cu_seq_lens, len(ids), columns)
@@ -114,13 +115,16 @@ def _padded_index(cu_seq_lens: Tensor, tokens: int, columns: int) -> Tensor:
     return row * columns + token - cu_seq_lens[row]
 
 
-def score_losses(model: Any, logits: Tensor, targets: Tensor, is_labelled: bool) -> Tensor | None:
+def score_losses(
+    model: Any, logits: Tensor, targets: Tensor, is_labelled: bool, options: dict[str, float]
+) -> Tensor | None:
     """Return the loss of each document with scores or several classes; None: labels are classes.
 
     They are those of Transformers' `problem_type` for each document alone.
 
     logits: [N, classes] or [T, classes].
     is_labelled: False for a pack without documents, whose labels are ignored.
+    options: of the cross-entropy, which scores do not have.
     """
     config, has_scores = model.config, targets.is_floating_point()
     problem = config.problem_type if find_head(model) == "document" else "single_label"
@@ -139,6 +143,10 @@ def score_losses(model: Any, logits: Tensor, targets: Tensor, is_labelled: bool)
         )
     if has_classes:
         return None
+    if any(options.values()):
+        raise ValueError(
+            f"{options} apply to the cross-entropy of classes, not to scores: omit them"
+        )
     targets = targets.view_as(logits).to(logits.dtype)
     if problem == "regression":
         return (logits - targets).square().mean(-1)

@@ -35,7 +35,7 @@ from ..banner import print_banner
 from ..data.data_state import STATE_FILE, load_data_state, save_data_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader
 from ..data.plain_data import check_plain, pack_like, pack_plain, refuse_plain_settings
-from ..layers import PreparedLayers, prepare_layers, sharding_obstacle
+from ..layers import PreparedLayers, prepare_layers, sharding_obstacle, trained_layers
 from ..loss.attached_loss import AttachedLoss, attach_loss
 from ..monitoring.finite_check import OWN_LOSS, FiniteCheck
 from ..monitoring.preflight import (
@@ -177,6 +177,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         if self._needs_check:
             self._needs_check = False
             self._check()
+        self.layers = trained_layers(self.prepared_layers.values(), self.layers)
 
     def _align(self, done: int) -> int:
         """Make Accelerate sync the gradients with the last batch of a step, and only then.
@@ -295,7 +296,6 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
                 obstacle=sharding_obstacle(self.accelerator),
                 layout=self.layout,
             )
-        self.layers = self.prepared_layers[id(model)].way
 
     def _check(self) -> None:
         for model in self._causal_lms():
@@ -322,6 +322,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         self.end_of_dataloader = is_last
 
     def _save(self, models: list, weights: list, folder: str) -> None:
+        self.layers = trained_layers(self.prepared_layers.values(), self.layers)
         save_data_state(self, Path(folder), name=self._state_file)
 
     def _load(self, models: list, folder: str) -> None:

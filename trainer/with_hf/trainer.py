@@ -251,7 +251,6 @@ class PackedTrainerMixin(IntactCheckpointMixin):
                 obstacle=obstacle,
                 layout=self.layout,
             )
-        self._loader.layers = self.prepared_layers.way
 
     def _reject_skip_prepare_without_labels(self, *_: Any, **__: Any) -> None:
         # TRL looks for columns of masks in evaluation sets; PackedDataset refuses them itself.
@@ -492,6 +491,12 @@ class PackedTrainerMixin(IntactCheckpointMixin):
                 "ranks have different numbers of documents, whose logits the Trainer cannot "
                 "gather: evaluate the loss only, or compute metrics in one process"
             )
+        is_padded = getattr(self.packed_collator, "pad_to_budget", False)
+        if self.attached_loss.head == "document" and is_padded:
+            raise ValueError(
+                "logits would have rows for the padding of fixed shapes: evaluate the loss only, "
+                "or omit pad_to_budget, stack and fixed_sequences"
+            )
         return self.attached_loss.logits_kept()
 
     def _paused_meter(self) -> AbstractContextManager:
@@ -583,6 +588,8 @@ class PackedTrainerMixin(IntactCheckpointMixin):
 
     def _save_data_state(self, folder: Path) -> None:
         if self._loader is not None:
+            assert self.prepared_layers is not None
+            self._loader.layers = self.prepared_layers.way  # known after the first step
             save_data_state(self._loader, folder)
 
 

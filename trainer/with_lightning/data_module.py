@@ -154,7 +154,6 @@ class PackedDataModule(pl.LightningDataModule):
             self.saved_packs_per_step,
             None,
         )
-        self.loader.layers = self.layers
         if self.checked_models:
             check_first_batches(self.loader, *self.checked_models)
         return self.loader

@@ -35,7 +35,7 @@ from ...runtime import (
 from ..banner import print_banner
 from ..data.data_state import LAYERS, PACKS_PER_STEP, gather_data_state, restore_draws
 from ..data.loader import PackedLoader, PackInfo
-from ..layers import PreparedLayers, prepare_layers
+from ..layers import PreparedLayers, prepare_layers, trained_layers
 from ..loss.attached_loss import AttachedLoss, attach_trainer_loss
 from ..monitoring.finite_check import DIVERGED, OWN_LOSS, FiniteCheck, check_weights
 from ..monitoring.preflight import (
@@ -151,7 +151,6 @@ class PackedCallback(pl.Callback):
                     obstacle=f"{kind} changes the weights of layers" if shards else "",
                     layout=self.data.layout(trainer),
                 )
-            self.data.layers = self.prepared_layers[model].way
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._prepare_models(trainer, pl_module)  # those made in `configure_model`
@@ -377,6 +376,8 @@ class PackedCallback(pl.Callback):
     ) -> None:
         loader = self.data.loader  # None before the training: a tuner saves and restores there
         state = self.data.train_dataset.state_dict() if loader is None else loader.trained_state
+        if loader is not None:
+            loader.layers = trained_layers(self.prepared_layers.values(), self.data.layers)
         checkpoint[DATA_KEY] = gather_data_state(loader, state)
         checkpoint[ACCUMULATION_KEY] = self.data.accumulation(trainer)
         device = trainer.strategy.root_device

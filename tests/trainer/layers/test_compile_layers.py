@@ -12,7 +12,7 @@ from nopad.inference import batch_invariant
 from nopad.trainer.layers import compile_layers
 from nopad.trainer.loss import attach_loss
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,17 @@ def test_one_graph_serves_all_layers_and_packs():
     for batch in batches():
         model(**batch).loss.backward()
     assert counter.frame_count == 1
+
+
+def test_models_may_have_more_graphs_than_torch_compile_allows_by_default():
+    settings = {"vocab_size": 128, "n_embd": 16, "n_layer": 12, "n_head": 2}
+    config = GPT2Config(**settings, scale_attn_by_inverse_layer_idx=True, attn_pdrop=0.0)
+    counter = CompileCounterWithBackend("eager")
+    for model in (GPT2LMHeadModel(config), tiny_run.model()):
+        model.set_attn_implementation("nopad")
+        compile_layers(model.train(), backend=counter)
+        model(**batches()[0]).loss.backward()
+    assert counter.frame_count > 8
 
 
 def test_an_evaluation_runs_uncompiled_and_compiles_nothing():

@@ -69,6 +69,12 @@ def test_layers_that_are_compiled_already_stay_as_they_are():
     classes = [type(module) for module in model.modules()]
     assert prepare_layers(model, CPU).describe() == "compiled layers"
     assert [type(module) for module in model.modules()] == classes
+    told = prepare_layers(model, CPU, saved="stock").describe()
+    assert told == "compiled layers (the checkpoint was trained with stock layers)"
+    with pytest.raises(
+        ValueError, match=r"^layers='stock', but .* are compiled already: call undo"
+    ):
+        prepare_layers(model, CPU, "stock")
 
 
 def test_layers_that_torch_compile_cannot_trace_train_as_they_are(monkeypatch):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from copy import deepcopy
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import tiny_run
 import torch
 import transformers
 from front_ends import FIRST_STEP
 from nopad.collators import MaskedCollator, PackedCollator
-from nopad.packing import PackedDataset
+from nopad.packing import Pack, PackedDataset, Sample
 from nopad.trainer.loss import attach_loss, document_embeddings
 from nopad.trainer.monitoring import check_run
 
@@ -191,6 +192,9 @@ def test_embeddings_of_a_pack_are_those_of_its_documents_alone(family, pooling):
     expected = torch.stack([pooled[pooling](hidden) for hidden in alone])
     found = document_embeddings(model, PackedCollator()([{"input_ids": r} for r in rows]), pooling)
     assert torch.allclose(found, expected, atol=1e-5)
+    pack = Pack.of([Sample(np.array(ids)) for ids in rows], budget=sum(map(len, rows)))
+    fixed = PackedCollator(fixed_sequences=len(rows) + 1)(pack)  # an empty sequence at the end
+    assert torch.allclose(document_embeddings(model, fixed, pooling)[: len(rows)], found)
     weights = torch.randn(found.shape)
     for out in (found, expected):
         (out * weights).sum().backward()

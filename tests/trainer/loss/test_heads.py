@@ -13,6 +13,9 @@ from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
 from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring import check_run
+from nopad.trainer.with_hf import PackedTrainer
+from peft import LoraConfig, get_peft_model
+from transformers import TrainingArguments
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "pad_token_id": 0, "max_position_embeddings": 64}
@@ -67,6 +70,21 @@ def test_a_head_on_a_pack_learns_what_it_learns_from_documents_one_by_one(head, 
     assert tiny_run.distance(ours, gradient) < 1e-5
     tokens = sum(len(row["input_ids"]) for row in documents)
     assert out.logits.shape[:-1] == ((1, tokens) if head == "token" else (len(documents),))
+
+
+@pytest.mark.parametrize(("head", "task"), [("class", "SEQ_CLS"), ("token", "TOKEN_CLS")])
+def test_adapters_of_a_classifier_learn_from_a_pack_as_from_documents(head, task):
+    config = LoraConfig(task_type=task, target_modules=["q_proj"], init_lora_weights=False)
+    model, documents = get_peft_model(classifier(head), config), rows(head)
+    gold = deepcopy(model)
+    one_by_one(gold, documents)
+    attach_loss(model)
+    model(**PackedCollator()(documents)).loss.backward()
+    gradients = (
+        {name: p.grad for name, p in m.named_parameters() if p.grad is not None}
+        for m in (model, gold)
+    )
+    assert tiny_run.distance(*gradients) < 1e-5
 
 
 @pytest.mark.parametrize("front_end", FIRST_STEP)
@@ -138,3 +156,33 @@ def test_a_class_that_the_model_lacks_is_named_before_it_is_trained(tmp_path):
     data = PackedDataset(documents, budget=64, label_column="label")
     with pytest.raises(ValueError, match="label 7 is outside the model's 3 classes"):
         FIRST_STEP["hf"](classifier("class"), data, tmp_path)
+
+
+def test_predictions_are_in_the_order_of_the_rows(tmp_path):
+    documents = rows("class", 30)
+    model = classifier("class")
+    with torch.no_grad():
+        alone = [model(input_ids=torch.tensor([row["input_ids"]])).logits[0] for row in documents]
+    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[])
+    data = PackedDataset(documents, budget=64, label_column="label")
+    found = PackedTrainer(model, args, None, data).predict(documents)
+    assert found.label_ids.tolist() == [row["label"] for row in documents]
+    torch.testing.assert_close(torch.from_numpy(found.predictions), torch.stack(alone))
+    trainer = PackedTrainer(model, args, PackedCollator(pad_to_budget=True), data)
+    with pytest.raises(ValueError, match="rows for the padding of fixed shapes"):
+        trainer.predict(documents)
+
+
+def test_documents_of_a_token_classifier_weigh_the_same_if_asked():
+    model, documents = classifier("token", classifier_dropout=0.0), rows("token", 6)
+    attach_loss(model)
+    alone = [model(**PackedCollator()([row])).loss.item() for row in documents]
+    batch = PackedCollator(mean="sample")(documents)
+    assert model(**batch).loss.item() == pytest.approx(sum(alone) / len(alone), rel=1e-5)
+
+
+def test_label_smoothing_of_scores_is_refused():
+    model = classifier("score")
+    attach_loss(model, label_smoothing=0.1)
+    with pytest.raises(ValueError, match=r"'label_smoothing': 0\.1.* not to scores"):
+        model(**PackedCollator()(rows("score")))
