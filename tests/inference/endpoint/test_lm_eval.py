@@ -25,7 +25,9 @@ def test_lm_eval_through_the_endpoint_scores_as_in_this_process(tmp_path):
     paths = [str(tmp_path / "tokenizer"), str(tmp_path)]
 
     def client(server) -> None:
-        ran = warm_python.run([CLIENT, server.url, TOKEN, *paths], env=dict(os.environ), timeout=300)
+        ran = warm_python.run(
+            [CLIENT, server.url, TOKEN, *paths], env=dict(os.environ), timeout=300
+        )
         assert ran.returncode == 0, ran.stderr[-3000:]
         found.update(json.loads(ran.stdout.splitlines()[-1]))
 

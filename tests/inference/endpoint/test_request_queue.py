@@ -61,7 +61,8 @@ def test_a_request_that_would_stop_the_training_for_long_is_refused(paused, monk
 
 def test_a_slow_first_step_does_not_refuse_later_requests():
     """The first step compiles and allocates: a mean with it would make every request seem long."""
-    with running(when="step", max_share=1.0, max_pause=5.0) as server, ThreadPoolExecutor() as pool:
+    limits = {"when": "step", "max_share": 1.0, "max_pause": 30}
+    with running(**limits) as server, ThreadPoolExecutor() as pool:
         step, sleeps = server._engine.step, [0.5]
 
         def slow_at_first():
