@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from tempfile import mkdtemp
 from threading import Thread
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import torch
@@ -93,7 +94,7 @@ def training_share(args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace, server: Any) -> dict[str, float]:
-    """Train on random documents for some seconds; return figures without those of the first step."""
+    """Train on random documents for some seconds; return figures of all steps but the first."""
     engine = server._engine if server else Engine(args.model) if args.model else small_engine()
     model, draw = engine._model, random.Random(0)
     model.set_attn_implementation("nopad")
@@ -138,9 +139,11 @@ def ask_until_refused(server: Any, number: int, args: argparse.Namespace, done: 
     while True:
         try:
             ask(server, prompt, args.tokens)
+            done.append(number)
+        except HTTPError:  # refused for now
+            time.sleep(0.1)
         except OSError:
             return
-        done.append(number)
 
 
 def timed(work: Any) -> float:
