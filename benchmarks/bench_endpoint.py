@@ -2,6 +2,10 @@
 
     python benchmarks/bench_endpoint.py                          # a small model on a CPU
     python benchmarks/bench_endpoint.py path/to/model --tokens 128
+    python benchmarks/bench_endpoint.py --training 300           # the share of time in a training
+
+With --training, the model is trained for that many seconds, once without requests and once under
+constant load; the share of time that requests take must not exceed --max-share.
 
 Prints a table, and one JSON line last.
 """
@@ -10,15 +14,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from tempfile import mkdtemp
+from threading import Thread
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import torch
+from nopad import PackedDataset, PackedTrainer
 from nopad.inference import Engine, SamplingParams
 from nopad.inference.endpoint import serve
+from nopad.trainer.with_hf import ServeCallback
+from transformers import TrainerCallback, TrainingArguments
 
 
 def main() -> None:
@@ -27,8 +38,12 @@ def main() -> None:
     parser.add_argument("model", nargs="?", help="checkpoint; default: a small random Llama")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--training", type=float, metavar="SECONDS", help="train beside requests")
+    parser.add_argument("--max-share", type=float, default=0.1)
     args = parser.parse_args()
+    if args.training:
+        return training_share(args)
     engine = Engine(args.model) if args.model else small_engine()
     prompts = [[40 + k, *range(3, 40)] for k in range(args.clients)]
     with serve(engine, port=0, max_requests=max(64, args.clients)) as server:
@@ -59,6 +74,78 @@ def small_engine() -> Engine:
     return Engine(LlamaForCausalLM(config), tokenizer)
 
 
+def training_share(args: argparse.Namespace) -> None:
+    """Measure the share of a training's time that requests take, and the steps that it loses."""
+    alone = train(args, None)
+    engine = Engine(args.model) if args.model else small_engine()
+    limits = {"max_share": args.max_share, "timeout": 600.0, "max_requests": max(64, args.clients)}
+    with serve(engine, port=0, when="step", **limits) as server:
+        done = []
+        for number in range(args.clients):
+            Thread(target=ask_until_refused, args=(server, number, args, done), daemon=True).start()
+        beside = train(args, server)
+    share = beside["request_seconds"] / beside["seconds"]
+    lost = 1 - beside["steps"] / beside["seconds"] / (alone["steps"] / alone["seconds"])
+    print(f"alone      {alone['steps'] / alone['seconds']:7.2f} optimizer steps per second")
+    print(f"beside     {beside['steps'] / beside['seconds']:7.2f}, {len(done)} requests answered")
+    print(f"requests take {share:.2%} of the time, at most {args.max_share:.0%}; speed -{lost:.2%}")
+    found = {"alone": alone, "beside": beside, "share": share, "lost": lost, "answers": len(done)}
+    print(json.dumps({"settings": vars(args), **found}))
+
+
+def train(args: argparse.Namespace, server: Any) -> dict[str, float]:
+    """Train on random documents for some seconds; return figures of all steps but the first."""
+    engine = server._engine if server else Engine(args.model) if args.model else small_engine()
+    model, draw = engine._model, random.Random(0)
+    model.set_attn_implementation("nopad")
+    rows = [[draw.randrange(3, 90) for _ in range(draw.randrange(8, 250))] for _ in range(2000)]
+    settings = TrainingArguments(
+        mkdtemp(), max_steps=10**6, report_to="none", disable_tqdm=True, save_strategy="no",
+        use_cpu=not torch.cuda.is_available(), logging_steps=10**6, bf16=torch.cuda.is_available(),
+    )  # fmt: skip
+    watch = StopWatch(args.training, server)
+    data = PackedDataset(rows, budget=2048, epochs=None)
+    trainer = PackedTrainer(model, settings, train_dataset=data, callbacks=[watch])
+    if server is not None:
+        trainer.add_callback(ServeCallback(trainer, server))
+    trainer.train()
+    return watch.figures
+
+
+class StopWatch(TrainerCallback):
+    """Ends the training after some seconds."""
+
+    def __init__(self, seconds: float, server: Any):
+        self.seconds, self.server = seconds, server
+        self.start = self.request_seconds = 0.0
+        self.figures: dict[str, float] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note the time; that of this step's requests is not in it yet."""
+        requests = self.server._queue.time_share.seconds if self.server else 0.0
+        if state.global_step == 1:
+            self.start, self.request_seconds = time.perf_counter(), requests
+        self.figures = {
+            "steps": state.global_step - 1,
+            "seconds": time.perf_counter() - self.start,
+            "request_seconds": requests - self.request_seconds,
+        }
+        control.should_training_stop = self.figures["seconds"] > self.seconds
+
+
+def ask_until_refused(server: Any, number: int, args: argparse.Namespace, done: list[int]) -> None:
+    """Send one request after the other, until the server closes."""
+    prompt = [40 + number % 50, *range(3, 40)]
+    while True:
+        try:
+            ask(server, prompt, args.tokens)
+            done.append(number)
+        except HTTPError:  # refused for now
+            time.sleep(0.1)
+        except OSError:
+            return
+
+
 def timed(work: Any) -> float:
     start = time.perf_counter()
     work()
@@ -73,16 +160,16 @@ def one_batch(engine: Engine, prompts: list[list[int]], tokens: int) -> None:
 def clients(server: Any, prompts: list[list[int]], tokens: int) -> None:
     """Send every prompt over a connection of its own, all at once."""
     server._engine.reset_prefix_cache()
-
-    def ask(prompt: list[int]) -> None:
-        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        headers = {"Authorization": f"Bearer {server.token}"}
-        request = Request(f"{server.url}/completions", json.dumps(body).encode(), headers)
-        with urlopen(request) as answer:
-            assert json.load(answer)["usage"]["completion_tokens"] == tokens
-
     with ThreadPoolExecutor(len(prompts)) as pool:
-        list(pool.map(ask, prompts))
+        list(pool.map(lambda prompt: ask(server, prompt, tokens), prompts))
+
+
+def ask(server: Any, prompt: list[int], tokens: int) -> None:
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {server.token}"}
+    request = Request(f"{server.url}/completions", json.dumps(body).encode(), headers)
+    with urlopen(request) as answer:
+        assert json.load(answer)["usage"]["completion_tokens"] == tokens
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ Axolotl reads, formats and tokenizes the data, loads the model and its adapters,
 optimizer. The plugin replaces Axolotl's packing, attention and loss. Settings of Axolotl that would
 have no effect are refused.
 
-Axolotl continues without a plugin whose module cannot be imported. So this module imports only
+Axolotl 0.19 continues without a plugin whose module cannot be imported. So this module imports only
 Axolotl's interface, and the rest of nopad in methods, whose errors end the run.
 """
 

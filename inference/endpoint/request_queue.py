@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median
 from threading import Lock
 from typing import Any
 
@@ -27,6 +28,7 @@ from .openai_api import ApiError
 log = logging.getLogger(__name__)
 
 Result = StreamEvent | ApiError
+_MIN_STEPS = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -88,6 +90,9 @@ class RequestQueue:
         self._running: dict[int, ServedRequest] = {}
         self._faulty: set[int] = set()
         """Requests that an exception of the engine has ended."""
+        self._step_times: deque[float] = deque(maxlen=100)
+        self.step_seconds = 0.0
+        """Median time of the newest steps; 0 before there are a few."""
 
     @property
     def num_waiting(self) -> int:
@@ -122,12 +127,11 @@ class RequestQueue:
             )
 
     def expected_seconds(self, request: ServedRequest) -> float:
-        """Estimate the time of a request from the mean time of a step; 0 before the first step."""
-        stats = self._engine.stats
+        """Estimate the time of a request from the time of a step; 0 before that is known."""
         num_prompt_tokens = len(request.prompt["input_ids"])
         num_prefills = -(-num_prompt_tokens // self._engine.max_num_batched_tokens)
         num_steps = request.params.max_tokens + num_prefills
-        return num_steps * stats.step_seconds / max(stats.steps, 1)
+        return num_steps * self.step_seconds
 
     def run(self, step: int | None = None, last: bool = False) -> None:
         """Run requests until none is left; called by the thread that may use the model.
@@ -165,6 +169,8 @@ class RequestQueue:
 
     def _admit_waiting(self, seconds: float) -> None:
         """Admit the requests that are expected to take at most this time."""
+        if not self._waiting:
+            return
         with self._lock:
             waiting = [request for request in self._waiting if not request.is_cancelled]
             admitted = [r for r in waiting if self.expected_seconds(r) <= seconds]
@@ -196,12 +202,17 @@ class RequestQueue:
                 self._engine.abort(request_id)
 
     def _run_step(self) -> None:
+        start = time.monotonic()
         try:
             events = self._engine.step()
         except Exception:
             log.exception("a step of the engine failed")
             self._faulty |= self._running.keys()
             events = self._engine.step()  # the failed requests' final events
+        self._step_times.append(time.monotonic() - start)
+        if len(self._step_times) >= _MIN_STEPS:
+            # A mean would count compilation and warm-up: later requests would seem long.
+            self.step_seconds = median(self._step_times)
         results: list[tuple[ServedRequest, Result]] = []
         for event in events:
             request = self._running.get(event.request_id)

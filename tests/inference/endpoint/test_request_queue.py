@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -47,7 +48,7 @@ def paused():
 
 
 def test_a_request_that_would_stop_the_training_for_long_is_refused(paused, monkeypatch):
-    monkeypatch.setattr(paused._engine.stats, "step_seconds", 0.1 * paused._engine.stats.steps)
+    monkeypatch.setattr(paused._queue, "step_seconds", 0.1)
     refused = complete(paused, max_tokens=60)
     assert refused.status_code == 503 and int(refused.headers["Retry-After"]) >= 1
     assert "about 6.1 s, and max_pause is 5" in refused.json()["error"]["message"]
@@ -56,6 +57,24 @@ def test_a_request_that_would_stop_the_training_for_long_is_refused(paused, monk
         until(lambda: paused._queue.num_waiting == 1)
         paused.run_requests(2)
         assert short.result().json()["training_step"] == 2
+
+
+def test_a_slow_first_step_does_not_refuse_later_requests():
+    """The first step compiles and allocates: a mean with it would make every request seem long."""
+    limits = {"when": "step", "max_share": 1.0, "max_pause": 30}
+    with running(**limits) as server, ThreadPoolExecutor() as pool:
+        step, sleeps = server._engine.step, [0.5]
+
+        def slow_at_first():
+            time.sleep(sleeps.pop() if sleeps else 0)
+            return step()
+
+        server._engine.step = slow_at_first
+        for max_tokens in (1, 100, 100):
+            call = pool.submit(complete, server, max_tokens=max_tokens, ignore_eos=True)
+            until(lambda: server._queue.num_waiting == 1 or call.done())  # noqa: B023
+            server.run_requests(1)
+            assert call.result().status_code == 200
 
 
 def test_a_used_up_share_refuses_requests_that_would_wait_too_long(paused, monkeypatch):
