@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from char_words import char_tokenizer
@@ -32,7 +34,9 @@ def letters(completions, **_):
     return [float(text.count("a")) for text in completions]
 
 
-def build(kind, folder, model=None, rewards=letters, data=PROMPTS, more=None, **settings):
+def build(
+    kind, folder, model=None, rewards=letters, data=PROMPTS, more=None, template=None, **settings
+):
     config = trl.RLOOConfig if issubclass(kind, trl.RLOOTrainer) else trl.GRPOConfig
     usual = {"max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 4,
              "max_completion_length": 6, "learning_rate": 0.1, "optim": "sgd",
@@ -44,6 +48,8 @@ def build(kind, folder, model=None, rewards=letters, data=PROMPTS, more=None, **
     engine = {"engine": Engine} if issubclass(kind, LiveRolloutMixin) else {}
     more = engine | (more or {})
     model, tokenizer = model or causal_lm(), char_tokenizer()
+    if template is not None:
+        tokenizer.chat_template, tokenizer.response_template = template, {}
     return kind(model, rewards, args=args, train_dataset=data, processing_class=tokenizer, **more)
 
 
@@ -77,6 +83,81 @@ def test_live_training_equals_padded_training_on_the_same_rollouts(
     monkeypatch.setattr(stock, "_generate_single_turn", _replay(kind, made))
     padded = build(stock, tmp_path, str(tmp_path / "model"), **run)
     padded.train()
+    check_equal(live, padded)
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+def count(text: str) -> str:
+    """Count letters.
+
+    Args:
+        text: the letters.
+    """
+    return "abc"[len(text) % 3]
+
+
+class Room:
+    """An environment with a tool and a reward of its own."""
+
+    def reset(self, **_):
+        self.calls = 0
+        return "h"
+
+    def look(self, text: str) -> str:
+        """Look around.
+
+        Args:
+            text: where.
+        """
+        self.calls += 1
+        return count(text)
+
+    def get_reward(self) -> float:
+        return float(self.calls)
+
+
+def messages(completions, **_):
+    return [len(turns) + ("b" in turns[-1]["content"]) for turns in completions]
+
+
+@pytest.mark.parametrize(
+    ("tool", "more"),
+    [("count", {"tools": [count]}), ("look", {"environment_factory": Room})],
+)
+def test_tools_and_environments_are_those_of_trl(tool, more, tmp_path, monkeypatch):
+    """Every completion with an "a" calls a tool, until it is as long as it may be."""
+    from trl.trainer import grpo_trainer
+
+    def parsed(tokenizer, ids, **_):
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        called = {"type": "function", "function": {"name": tool, "arguments": {"text": text}}}
+        calls = {"tool_calls": [called]} if "a" in text else {}
+        return {"role": "assistant", "content": text, **calls}
+
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    monkeypatch.setattr(grpo_trainer, "parse_response", parsed)
+    for name in ("supports_tool_calling", "is_chat_template_prefix_preserving"):
+        monkeypatch.setattr(grpo_trainer, name, lambda _: True)
+    causal_lm().save_pretrained(tmp_path / "model")
+    asked = Dataset.from_list([{"prompt": [{"role": "user", "content": word}]} for word in "cde"])
+    run = {"rewards": messages, "data": asked, "more": more, "template": TEMPLATE,
+           "max_completion_length": 16, "num_iterations": 2, "beta": 0.1}  # fmt: skip
+    live = build(LiveGRPOTrainer, tmp_path, str(tmp_path / "model"), **run)
+    made = rollouts(live)
+    assert len(made) > 1 and any(len(turn) < 4 for turn in made)
+    monkeypatch.setattr(trl.GRPOTrainer, "_generate_single_turn", _replay(LiveGRPOTrainer, made))
+    padded = build(trl.GRPOTrainer, tmp_path, str(tmp_path / "model"), **run)
+    padded.train()
+    check_equal(live, padded)
+    assert live.state.log_history[0]["tools/call_frequency"] > 0
+
+
+def check_equal(live, padded) -> None:
     for line, expected in zip(live.state.log_history, padded.state.log_history, strict=True):
         clock = {n: v for n, v in expected.items() if "time" in n or "per_second" in n}
         assert {**line, **clock} == pytest.approx(expected, abs=1e-5, rel=1e-4)
@@ -147,6 +228,17 @@ def broken(completions, **_):
     return [completions[0]["answer"]]
 
 
+async def broken_later(completions, **_):
+    return broken(completions)
+
+
+class Broken:
+    """A reward function with a state."""
+
+    def __call__(self, completions, **_):
+        return broken(completions)
+
+
 def test_wrong_use_is_told_in_one_line(tmp_path):
     def told(error, line, train=False, **settings):
         with pytest.raises(error, match=line) as info:
@@ -160,7 +252,10 @@ def test_wrong_use_is_told_in_one_line(tmp_path):
     other = {"engine": Engine(causal_lm(), char_tokenizer())}
     told(ValueError, "^engine= generates with another model", more=other)
     told(ValueError, "requires at least 2 generations", num_generations=1)
-    told(RuntimeError, "^reward function broken raised TypeError: .*", True, rewards=broken)
+    for rewards in (broken, functools.partial(broken), Broken(), broken_later):
+        name = "Broken" if isinstance(rewards, Broken) else "broken"
+        told(RuntimeError, f"^reward function {name}.* raised TypeError: .*", True, rewards=rewards)
+    told(ValueError, "^generation_kwargs: n is num_generations", generation_kwargs={"n": 2})
     long = Dataset.from_list([{"prompt": "a" * 80}])
     told(ValueError, "^no rollout of prompt 0: the prompt has 80 tokens", True, data=long)
     sampling = {"generation_kwargs": {"num_beams": 2}}
