@@ -136,7 +136,7 @@ def _tokenizer_of(model: Any) -> Any:
 
 
 def _differing_ids(*tokenizers: Any) -> set[int]:
-    """Return the ids of ordinary tokens that differ; tokens that were added may have other names."""
+    """Return the ids of ordinary tokens that differ; added tokens may have other names."""
     first, second = (
         {(n, token) for token, n in each.get_vocab().items() if token not in each.get_added_vocab()}
         for each in tokenizers

@@ -124,6 +124,10 @@ def trained(trainer: Any, replay: list | None = None) -> dict[str, Any]:
             "dtypes": sorted({str(p.dtype) for p in trainer.model.parameters()})}  # fmt: skip
 
 
+def distance(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    return max((weight - others[name]).abs().max().item() for name, weight in weights.items())
+
+
 def main(folder: Path, layout: str, cases: list) -> None:
     if layout == "fsdp2":
         pretended_gpus.pretend_gpus()
@@ -137,7 +141,9 @@ def main(folder: Path, layout: str, cases: list) -> None:
         if how == "beside":  # TRL's trainer on the same ranks
             stock = trained(build(STOCK[KINDS[name]], name, folder, **settings), result["made"])
             result["logs_of_trl"] = stock["logs"]
-            result["distance"] = max((weights[n] - stock["weights"][n]).abs().max() for n in weights).item()
+            result["distance"] = max(
+                (weights[n] - stock["weights"][n]).abs().max() for n in weights
+            ).item()
         found.append(result)
     print(json.dumps(found))
     destroy_group()
