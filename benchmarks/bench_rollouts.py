@@ -32,7 +32,7 @@ from unittest.mock import patch
 import torch
 from datasets import Dataset
 from nopad.inference import Engine, compare_logprobs
-from nopad.inference.live_model.cast_weights import CastWeights
+from nopad.inference.live_model import CastWeights
 from nopad.trainer.with_trl import LiveGRPOTrainer
 from record import header, timed, write_record
 from tokenizers import Tokenizer, models

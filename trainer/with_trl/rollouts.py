@@ -97,8 +97,8 @@ class LiveRolloutMixin(PackedModelMixin):
         with unsharded(self.model) as fits:
             if not fits:
                 raise ValueError(
-                    "the weights of all ranks together do not fit on one of them, and rollouts "
-                    "need them: shard over more of them, or lower per_device_train_batch_size"
+                    "rollouts need the gathered weights on every device, and they do not fit: "
+                    "lower per_device_train_batch_size, or train adapters"
                 )
             return super()._generate(*args, **kwargs)  # pyright: ignore
 
@@ -247,18 +247,16 @@ def _named_errors(function: Any, name: str) -> Any:
                 f"reward function {name} raised {type(error).__name__}: {error}"
             ) from error
 
-    if any(map(inspect.iscoroutinefunction, (function, function.__call__))):
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with named():
+            return function(*args, **kwargs)
 
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            with named():
-                return await function(*args, **kwargs)
-    else:
+    async def call_later(*args: Any, **kwargs: Any) -> Any:
+        with named():
+            return await function(*args, **kwargs)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with named():
-                return function(*args, **kwargs)
-
-    return call
+    is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
+    return call_later if is_async else call
 
 
 def _logps_from_logits(

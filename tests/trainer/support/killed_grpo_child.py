@@ -25,7 +25,8 @@ def main(folder: Path, steps: int) -> None:
         return completions
 
     trainer._complete = recorded
-    trainer.train(resume_from_checkpoint=True)
+    saved = [*(folder / "run").glob("checkpoint-*/nopad_manifest.json")]
+    trainer.train(resume_from_checkpoint=bool(saved))
     torch.save(trainer.model.state_dict(), folder / "weights.pt")
 
 

@@ -19,7 +19,7 @@ AS_ONE = [
 LONGER = [
     *AS_ONE,
     ["rloo", "one", {}],
-    ["reward", "one", {"max_steps": 2}],
+    ["reward", "beside", {}],
     ["grpo", "one", {"beta": 0.1, "adapter": True}],
     ["grpo", "beside", {"beta": 0.1, "num_iterations": 2, "steps_per_generation": 2}],
     ["dpo", "beside", {"per_device_train_batch_size": 3, "max_steps": 6}],  # uneven last batches
