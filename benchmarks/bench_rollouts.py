@@ -1,13 +1,17 @@
 """Seconds of a GRPO step by part, beside TRL with its own ways to generate.
 
-    python benchmarks/bench_rollouts.py --shape 1b --record benchmarks/results/rollouts.json
-    python benchmarks/bench_rollouts.py --shape tiny --prompts 2 --generations 2    # on a CPU
+    python benchmarks/bench_rollouts.py --record benchmarks/results/rollouts.json
+    python benchmarks/bench_rollouts.py --shapes tiny --prompts 2 --generations 2    # on a CPU
 
 Prompts have the lengths of GSM8K with 8 examples; random weights sample until a stop id or the
 longest completion, so lengths are unknown. Each way trains a few steps in the same process: ours,
 TRL with `generate`, with continuous batching, and with vLLM in the same process; one that fails is
-reported with its error. Parts of a step are generation, scoring (log-probabilities of the old
-policy and rewards), and the loss with its backward. Prints a table, and one JSON line last.
+reported with its error. Parts of a step are generation (within it, the refresh of the low-precision
+copy of the weights), scoring (log-probabilities of the old policy and rewards), and the loss with
+its backward. Prints a line for each cell, and one JSON line last.
+
+The record is written after every cell, and cells that it has are not measured again: repeat the
+command until all are there. No cell starts after `--seconds`.
 """
 
 from __future__ import annotations
@@ -17,12 +21,18 @@ import gc
 import json
 import random
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from datasets import Dataset
 from nopad.inference import Engine, compare_logprobs
+from nopad.inference.live_model import CastWeights
 from nopad.trainer.with_trl import LiveGRPOTrainer
 from record import header, timed, write_record
 from tokenizers import Tokenizer, models
@@ -39,52 +49,74 @@ STOP_IDS_PER = 256
 """One token in this many ends a completion, so that random sampling ends at any length."""
 WAYS = {
     "nopad": {},
-    "TRL generate": {},
     "TRL continuous batching": {"use_transformers_continuous_batching": True},
+    "TRL generate": {},
     "TRL vLLM": {"use_vllm": True, "vllm_mode": "colocate"},
 }
+SETTINGS = {"prompts": 8, "generations": 16, "prompt_tokens": 1100, "max_tokens": 1024, "steps": 3}
+"""Those that a record's cells share, and their defaults."""
 PARTS = {
     "generation": "_generate_single_turn",
     "scoring": "_generate_and_score_completions",
     "step": "training_step",
 }
+"""Methods of the trainer."""
 
 
 def main() -> None:
-    args = parse_args()
-    results = [measure(way, args) for way in args.ways]
-    record = {**header("rollouts"), "settings": {**vars(args), "record": None}, "results": results}
-    write_record(record, args.record)
+    args, start = parse_args(), time.monotonic()
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    cells = finished_cells(args.record, settings)
+    record = {**header("rollouts"), "settings": settings, "results": cells}
+    done = {(cell["shape"], cell["way"]) for cell in cells}
+    for shape, way in product(args.shapes, args.ways):
+        if (shape, way) in done:
+            continue
+        if time.monotonic() - start > args.seconds:
+            print(f"{shape} {way}: not started after {args.seconds} s; repeat the command")
+            continue
+        cells.append(measure(shape, way, args))
+        write_record(record, args.record)
     print(json.dumps(record, default=str))
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="1b")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--generations", type=int, default=16)
-    parser.add_argument("--prompt-tokens", type=int, default=1100)
-    parser.add_argument("--max-tokens", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1b", "4b"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
+    for name, default in SETTINGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--record", type=Path)
     return parser.parse_args()
 
 
-def measure(way: str, args: argparse.Namespace) -> dict[str, Any]:
+def finished_cells(path: Path | None, settings: dict[str, int]) -> list[dict[str, Any]]:
+    """Return the cells of a record; one with other settings is refused."""
+    if path is None or not path.exists():
+        return []
+    record = json.loads(path.read_text())
+    if record["settings"] != settings:
+        raise SystemExit(f"{path} was measured with {record['settings']}: choose another --record")
+    return record["results"]
+
+
+def measure(shape: str, way: str, args: argparse.Namespace) -> dict[str, Any]:
     """Train a few steps in one way; return the parts of its median step, or its error."""
+    cell = {"shape": shape, "way": way}
     try:
-        result = {"way": way, **train(way, args)}
-    except Exception as error:
-        result = {"way": way, "error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        cell |= train(shape, way, args)
+    except (Exception, SystemExit) as error:
+        cell["error"] = (f"{type(error).__name__}: {error}".strip().splitlines() or [""])[0][:300]
     gc.collect()
     torch.cuda.empty_cache()
-    print("  ".join(f"{name} {value}" for name, value in result.items()), flush=True)
-    return result
+    print("  ".join(f"{name} {value}" for name, value in cell.items()), flush=True)
+    return cell
 
 
-def train(way: str, args: argparse.Namespace) -> dict[str, Any]:
-    model, tokenizer, on_gpu = make_model(args), make_tokenizer(args), torch.cuda.is_available()
+def train(shape: str, way: str, args: argparse.Namespace) -> dict[str, Any]:
+    model, tokenizer = make_model(shape), make_tokenizer(shape)
+    on_gpu, data = torch.cuda.is_available(), prompts(shape, args)
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             folder,
@@ -102,19 +134,19 @@ def train(way: str, args: argparse.Namespace) -> dict[str, Any]:
         )
         kind: Any = LiveGRPOTrainer if way == "nopad" else GRPOTrainer
         more: dict[str, Any] = {"engine": Engine} if way == "nopad" else {}
-        data = prompts(args)
         more |= {"train_dataset": data, "processing_class": tokenizer}
         trainer = kind(model, distinct_tokens, args=config, **more)
-        seconds = time_parts(trainer)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        trainer.train()
-    return {**summary(trainer, seconds, args), **difference(way, trainer, args)}
+        with time_parts(trainer) as seconds:
+            trainer.train()
+    return {**summary(trainer, seconds, args), **difference(way, trainer, data)}
 
 
-def time_parts(trainer: Any) -> dict[str, list[float]]:
+@contextmanager
+def time_parts(trainer: Any) -> Iterator[dict[str, list[float]]]:
     """Measure calls of the parts, nested ones too, by optimizer step."""
-    seconds: dict[str, list[float]] = {part: [] for part in PARTS}
+    seconds: dict[str, list[float]] = {part: [] for part in (*PARTS, "refresh")}
 
     class NewStep(TrainerCallback):
         def on_step_begin(self, args, state, control, **_):
@@ -132,7 +164,9 @@ def time_parts(trainer: Any) -> dict[str, list[float]]:
     trainer.add_callback(NewStep())
     for part, name in PARTS.items():
         setattr(trainer, name, measured(part, getattr(trainer, name)))
-    return seconds
+    timed_refresh = measured("refresh", CastWeights.refresh)
+    with patch.object(CastWeights, "refresh", lambda *args: timed_refresh(*args)):
+        yield seconds
 
 
 def summary(trainer: Any, seconds: dict[str, list[float]], args: argparse.Namespace) -> dict:
@@ -146,6 +180,7 @@ def summary(trainer: Any, seconds: dict[str, list[float]], args: argparse.Namesp
     parts = {
         "step_s": step,
         "generation_s": generation,
+        "refresh_s": seconds["refresh"][middle],
         "scoring_s": scoring - generation,
         "loss_and_backward_s": step - scoring,
         "steps_per_hour": 3600 / step,
@@ -156,20 +191,20 @@ def summary(trainer: Any, seconds: dict[str, list[float]], args: argparse.Namesp
     return {name: float(f"{value:.4g}") for name, value in parts.items()}
 
 
-def difference(way: str, trainer: Any, args: argparse.Namespace) -> dict[str, Any]:
+def difference(way: str, trainer: Any, data: Dataset) -> dict[str, Any]:
     """Return how far log-probabilities of the engine are from the training forward's."""
     dtypes = {str(weight.dtype) for weight in trainer.model.parameters()}
     result: dict[str, Any] = {"weights": ", ".join(sorted(dtypes))}
     if way == "nopad":
-        rows = trainer.processing_class(prompts(args)["prompt"][:2])["input_ids"]
+        rows = trainer.processing_class(data["prompt"][:2])["input_ids"]
         parity = compare_logprobs(trainer.model, trainer.engine, rows, 16)
         result["logprob_difference"] = float(f"{parity.mean:.3g}")
     return result
 
 
-def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
+def make_model(shape: str) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    vocab, hidden, inner, layers, heads, kv_heads = SHAPES[args.shape]
+    vocab, hidden, inner, layers, heads, kv_heads = SHAPES[shape]
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -185,8 +220,8 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def make_tokenizer(args: argparse.Namespace) -> PreTrainedTokenizerFast:
-    words = {f"w{n}": n for n in range(SHAPES[args.shape][0])}
+def make_tokenizer(shape: str) -> PreTrainedTokenizerFast:
+    words = {f"w{n}": n for n in range(SHAPES[shape][0])}
     inner = Tokenizer(models.WordLevel(words, unk_token="w0"))
     from tokenizers.pre_tokenizers import WhitespaceSplit
 
@@ -194,9 +229,9 @@ def make_tokenizer(args: argparse.Namespace) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="w0", pad_token="w0")
 
 
-def prompts(args: argparse.Namespace) -> Dataset:
+def prompts(shape: str, args: argparse.Namespace) -> Dataset:
     """Return prompts of about `prompt_tokens`, as the examples and questions of GSM8K vary."""
-    rng, vocab = random.Random(0), SHAPES[args.shape][0]
+    rng, vocab = random.Random(0), SHAPES[shape][0]
     rows = []
     for _ in range(args.prompts * args.steps):
         length = max(2, int(args.prompt_tokens * rng.uniform(0.9, 1.2)))

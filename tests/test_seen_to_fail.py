@@ -1454,6 +1454,37 @@ FAULTS = {
         "    outputs.last_hidden_state = outputs.last_hidden_state.flip(0)\n"
         "    return outputs",
     ),
+    "margins are left out of the loss": (
+        "trainer/with_trl/test_preference.py::test_packed_rewards_equal_padded_rewards",
+        "nopad.trainer.with_trl.preference",
+        "right = PackedRewardTrainer.compute_loss\n"
+        "PackedRewardTrainer.compute_loss = lambda self, model, inputs, *a, **k: right(\n"
+        "    self, model, {n: v for n, v in inputs.items() if n != 'margin'}, *a, **k)",
+    ),
+    "every tokenizer of the reference passes": (
+        "trainer/with_trl/test_preference.py::"
+        "test_a_reference_with_another_tokenizer_is_refused",
+        "nopad.trainer.with_trl.packed_model",
+        "import transformers\n"
+        "def none(*a, **k): raise OSError\n"
+        "transformers.AutoTokenizer.from_pretrained = none",
+    ),
+    "tools are never called": (
+        "trainer/with_trl/test_rollouts.py::test_tools_and_environments_are_those_of_trl",
+        "nopad.trainer.with_trl.rollouts",
+        "right = LiveRolloutMixin.__init__\n"
+        "def __init__(self, *a, **k):\n"
+        "    right(self, *a, **k)\n"
+        "    self.tools = []\n"
+        "LiveRolloutMixin.__init__ = __init__",
+    ),
+    "a rank has the rollouts of another": (
+        "trainer/with_trl/test_ranks.py::test_two_ranks_train_as_one",
+        "nopad.trainer.with_trl.rollouts",
+        "LiveRolloutMixin._sampling_params = (\n"
+        "    lambda self, *a, right=LiveRolloutMixin._sampling_params: {\n"
+        "        **right(self, *a), 'seed': self.state.global_step})",
+    ),
     "every rollout has one seed": (
         "trainer/with_trl/test_rollouts.py", "nopad.trainer.with_trl.rollouts",
         "right = LiveRolloutMixin._sampling_params\n"

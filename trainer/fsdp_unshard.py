@@ -21,20 +21,19 @@ from ..runtime import fsdp_hook_ids, gather_objects
 
 
 @contextmanager
-def unsharded(model: nn.Module | None) -> Iterator[None]:
+def unsharded(model: nn.Module | None) -> Iterator[bool]:
     """Gather an FSDP2 model's parameters on all ranks, if they fit on every rank.
 
-    Other models are not changed.
+    Other models are not changed. Yield whether each rank can call the model on its own.
     """
     units = [] if model is None else [m for m in model.modules() if isinstance(m, FSDPModule)]
-    if model is not None and units and not all(gather_objects(_fits(model))):
-        units = []
+    fits = model is None or not units or all(gather_objects(_fits(model)))
     with ExitStack() as stack:
-        for unit in units:
+        for unit in units if fits else ():
             unit.unshard()
             stack.callback(unit.reshard)
             stack.enter_context(_without_fsdp_hooks(unit))
-        yield
+        yield fits
 
 
 def reshard(model: nn.Module) -> None:

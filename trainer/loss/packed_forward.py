@@ -77,6 +77,7 @@ def unpacked_forward(
     """
     if attention_mask is None:
         return forward(input_ids=input_ids, **kwargs)
+    kwargs.pop("margin", None)  # of a pair: TRL passes it to the model, which has no use for it
     inputs = [name for name, value in kwargs.items() if torch.is_tensor(value)]
     if input_ids is None or inputs:
         raise ValueError(

@@ -62,20 +62,18 @@ class PackedModelMixin(IntactCheckpointMixin):
         self._prepare_models()
 
     def _check_options(self, config: Any, given: dict[str, Any]) -> None:
-        """Refuse arguments without an effect, and models that do not fit each other."""
+        """Refuse arguments without an effect."""
         for name, reason in NO_EFFECT.items():
             if value := vars(config).get(name) if config is not None else None:
                 raise ValueError(f"{name}={value} has no effect: {reason}; omit it")
-        model: Any = given.get("model")
-        reference = given.get("ref_model")
-        if reference is None or isinstance(model, str):
-            return
-        sizes = [m.config.get_text_config().vocab_size for m in (model, reference)]
-        if sizes[0] != sizes[1]:
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint and vars(self.args).get("sync_ref_model"):
             raise ValueError(
-                f"ref_model has a vocabulary of {sizes[1]} tokens, the model one of {sizes[0]}: "
-                "pass a reference with the same tokenizer"
+                "sync_ref_model=True: checkpoints have no reference model, so a resumed run would "
+                "begin with another one; set it to False, or start anew"
             )
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _prepare_models(self) -> None:
         """Let the attention of the models isolate the sequences of a pack, and check it."""
@@ -84,8 +82,23 @@ class PackedModelMixin(IntactCheckpointMixin):
         for model in (self.model, self.ref_model):
             if model is not None:
                 _set_attention(unwrap_model(model))
+        if self.ref_model is not None:
+            self._check_tokenizers(unwrap_model(self.model), unwrap_model(self.ref_model))
         _check_isolation(unwrap_model(self.model))
         self._packed_model = self.model
+
+    def _check_tokenizers(self, model: Any, reference: Any) -> None:
+        """Compare the reference's tokenizer, if its folder has one, or the vocabularies' sizes."""
+        sizes = [m.config.get_text_config().vocab_size for m in (model, reference)]
+        tokenizers = self.processing_class, _tokenizer_of(reference)
+        if None not in tokenizers and (other := min(_differing_ids(*tokenizers), default=None)):
+            first, second = (each.convert_ids_to_tokens([other])[0] for each in tokenizers)
+            reason = f"has another tokenizer: token {other} is {second!r}, the model's is {first!r}"
+        elif tokenizers[1] is None and sizes[0] != sizes[1]:
+            reason = f"has a vocabulary of {sizes[1]} tokens, the model one of {sizes[0]}"
+        else:
+            return
+        raise ValueError(f"ref_model {reason}: pass a reference with the same tokenizer")
 
     @contextmanager
     def _packs(self) -> Iterator[None]:
@@ -110,6 +123,25 @@ class PackedModelMixin(IntactCheckpointMixin):
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         with self._packs():  # of GRPO and RLOO
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)  # pyright: ignore
+
+
+def _tokenizer_of(model: Any) -> Any:
+    """Return the tokenizer in the folder or cache that a model was loaded from, if there is one."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model.config._name_or_path, local_files_only=True)
+    except (OSError, ValueError, ImportError):
+        return None
+
+
+def _differing_ids(*tokenizers: Any) -> set[int]:
+    """Return the ids of ordinary tokens that differ; added tokens may have other names."""
+    first, second = (
+        {(n, token) for token, n in each.get_vocab().items() if token not in each.get_added_vocab()}
+        for each in tokenizers
+    )
+    return {number for number, _ in first ^ second}
 
 
 def _set_attention(model: Any) -> None:

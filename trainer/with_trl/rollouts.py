@@ -13,6 +13,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 
 from ...packing import IGNORE_INDEX
 from ...runtime import unwrap_model
+from ..fsdp_unshard import unsharded
 from .packed_model import PackedModelMixin
 
 REPLACED = {
@@ -65,17 +68,20 @@ class LiveRolloutMixin(PackedModelMixin):
                 "gradient_checkpointing=True recomputes layers outside batch_invariant: set it to "
                 "False"
             )
-        self.reward_funcs = [_named_errors(function) for function in self.reward_funcs]
+        named = zip(self.reward_funcs, self.reward_func_names, strict=True)
+        self.reward_funcs = [_named_errors(function, name) for function, name in named]
         self._calls: dict[tuple[str, int], int] = {}
         """Calls of the engine since a step began, by mode and step."""
-        self._rollout_logprobs: list[list[float]] | None = None
-        """Log-probabilities of the current rollouts, where they are those of the old policy."""
+        self._turns: list[list[list[float]] | None] = []
+        """Log-probabilities of each turn of the current rollouts, where the engine returns them."""
 
     def _check_options(self, config: Any, given: dict[str, Any]) -> None:
         super()._check_options(config, given)
         for name, reason in REPLACED.items():
             if value := vars(config).get(name) if config is not None else None:
                 raise ValueError(f"{name}={value} has no effect: {reason}; omit it")
+        if "n" in (vars(config).get("generation_kwargs") or {} if config is not None else {}):
+            raise ValueError("generation_kwargs: n is num_generations; omit it")
         if given.get("rollout_func") is not None:
             raise ValueError("rollout_func= would replace the engine: omit it, or use GRPOTrainer")
 
@@ -86,6 +92,16 @@ class LiveRolloutMixin(PackedModelMixin):
             sampler.set_epoch = functools.partial(_draw_epochs, sampler)
         return sampler
 
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        # For all turns: ranks whose completions call tools more often must not wait for others.
+        with unsharded(self.model) as fits:
+            if not fits:
+                raise ValueError(
+                    "rollouts need the gathered weights on every device, and they do not fit: "
+                    "lower per_device_train_batch_size, or train adapters"
+                )
+            return super()._generate(*args, **kwargs)  # pyright: ignore
+
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -95,9 +111,7 @@ class LiveRolloutMixin(PackedModelMixin):
         completions = self._complete(prompt_ids, with_logprobs=is_exact)
         token_ids = [list(completion.token_ids) for completion in completions]
         logprobs = [[t.logprob for t in c.logprobs] for c in completions] if is_exact else None
-        # Later turns, after tool calls, continue sequences whose log-probabilities are not kept.
-        is_first = self._rollout_logprobs is None
-        self._rollout_logprobs = logprobs if is_first else None
+        self._turns.append(logprobs)
         return (token_ids, logprobs) if self._is_grpo() else token_ids
 
     def _complete(self, prompt_ids: list[list[int]], with_logprobs: bool) -> list[Any]:
@@ -158,7 +172,7 @@ class LiveRolloutMixin(PackedModelMixin):
         try:
             return super()._generate_and_score_completions(inputs)  # pyright: ignore
         finally:
-            self._rollout_logprobs = None
+            self._turns = []
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -172,7 +186,9 @@ class LiveRolloutMixin(PackedModelMixin):
         batch = model, input_ids, attention_mask, logits_to_keep
         if not self.engine.is_batch_invariant:
             return super()._get_per_token_logps_and_entropies(*batch, *args, **kwargs)
-        rollouts, self._rollout_logprobs = self._rollout_logprobs, None
+        # After tool calls, the turns continue sequences: their forward is computed.
+        rollouts = self._turns[0] if len(self._turns) == 1 else None
+        self._turns = []
         mask = attention_mask[:, -logits_to_keep:]
         if rollouts is not None and mask.sum(1).tolist() == [*map(len, rollouts)]:
             old = torch.zeros(mask.shape)
@@ -217,21 +233,30 @@ def _draw_epochs(sampler: Any, epoch: int) -> None:
             torch.randperm(sampler.num_samples, generator=sampler.generator)
 
 
-def _named_errors(function: Any) -> Any:
-    """Name the reward function in its errors; models and coroutines stay as they are."""
-    if not inspect.isroutine(function) or inspect.iscoroutinefunction(function):
+def _named_errors(function: Any, name: str) -> Any:
+    """Name a reward function in its errors; models stay as they are."""
+    if isinstance(function, torch.nn.Module):
         return function
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def named() -> Iterator[None]:
         try:
-            return function(*args, **kwargs)
+            yield
         except Exception as error:
             raise RuntimeError(
-                f"reward function {function.__name__} raised {type(error).__name__}: {error}"
+                f"reward function {name} raised {type(error).__name__}: {error}"
             ) from error
 
-    return call
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with named():
+            return function(*args, **kwargs)
+
+    async def call_later(*args: Any, **kwargs: Any) -> Any:
+        with named():
+            return await function(*args, **kwargs)
+
+    is_async = any(map(inspect.iscoroutinefunction, (function, function.__call__)))
+    return call_later if is_async else call
 
 
 def _logps_from_logits(

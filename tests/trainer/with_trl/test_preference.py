@@ -122,9 +122,10 @@ def test_packed_dpo_of_experts_equals_padded_dpo_with_its_auxiliary_loss(tmp_pat
     assert "aux_loss" in run[0].state.log_history[0]
 
 
-def test_packed_rewards_equal_padded_rewards(tmp_path):
+@pytest.mark.parametrize("data", [PAIRS, PAIRS.add_column("margin", [0.1, 0.5, 0.0, 1.0])])
+def test_packed_rewards_equal_padded_rewards(data, tmp_path):
     run = [
-        build(kind, trl.RewardConfig, classifier(), tmp_path, center_rewards_coefficient=0.1)
+        build(kind, trl.RewardConfig, classifier(), tmp_path, data, center_rewards_coefficient=0.1)
         for kind in (PackedRewardTrainer, trl.RewardTrainer)
     ]
     check_equal(*run)
@@ -151,6 +152,30 @@ def test_wrong_use_is_told_in_one_line(tmp_path):
     told("^budget=0: a pack has at least one token", {"budget": lambda: 0})
     larger = lambda: LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": 24}))  # noqa: E731
     told("^ref_model has a vocabulary of 24 tokens, the model one of 16", {"ref_model": larger})
+
+
+def test_a_reference_with_another_tokenizer_is_refused(tmp_path):
+    def reference(names: str):
+        causal_lm(1).save_pretrained(tmp_path / names)
+        char_tokenizer(names).save_pretrained(tmp_path / names)
+        return LlamaForCausalLM.from_pretrained(tmp_path / names)
+
+    def built(names: str):
+        more = {"ref_model": lambda: reference(names)}
+        return build(PackedDPOTrainer, trl.DPOConfig, causal_lm(), tmp_path, more=more)
+
+    assert built("abcdefgh").ref_model is not None
+    with pytest.raises(ValueError, match=r"^ref_model .*: token 2 is 'h', the model's is 'a'"):
+        built("hgfedcba")  # of the same size
+
+
+def test_a_reference_that_is_synchronized_cannot_be_resumed(tmp_path):
+    more = {"ref_model": lambda: causal_lm(1)}
+    run = build(
+        PackedDPOTrainer, trl.DPOConfig, causal_lm(), tmp_path, more=more, sync_ref_model=True
+    )
+    with pytest.raises(ValueError, match=r"^sync_ref_model=True: checkpoints have no reference"):
+        run.train(resume_from_checkpoint=True)
 
 
 def test_a_budget_splits_a_batch_into_packs_of_the_same_loss(tmp_path):

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import random
+import subprocess
+import time
+from pathlib import Path
+
 import pytest
 import torch
+import warm_python
 from char_words import char_tokenizer
 from datasets import Dataset
 from nopad.inference import Engine, batch_invariant
@@ -32,7 +40,9 @@ def letters(completions, **_):
     return [float(text.count("a")) for text in completions]
 
 
-def build(kind, folder, model=None, rewards=letters, data=PROMPTS, more=None, **settings):
+def build(
+    kind, folder, model=None, rewards=letters, data=PROMPTS, more=None, template=None, **settings
+):
     config = trl.RLOOConfig if issubclass(kind, trl.RLOOTrainer) else trl.GRPOConfig
     usual = {"max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 4,
              "max_completion_length": 6, "learning_rate": 0.1, "optim": "sgd",
@@ -44,6 +54,8 @@ def build(kind, folder, model=None, rewards=letters, data=PROMPTS, more=None, **
     engine = {"engine": Engine} if issubclass(kind, LiveRolloutMixin) else {}
     more = engine | (more or {})
     model, tokenizer = model or causal_lm(), char_tokenizer()
+    if template is not None:
+        tokenizer.chat_template, tokenizer.response_template = template, {}
     return kind(model, rewards, args=args, train_dataset=data, processing_class=tokenizer, **more)
 
 
@@ -77,6 +89,81 @@ def test_live_training_equals_padded_training_on_the_same_rollouts(
     monkeypatch.setattr(stock, "_generate_single_turn", _replay(kind, made))
     padded = build(stock, tmp_path, str(tmp_path / "model"), **run)
     padded.train()
+    check_equal(live, padded)
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+def count(text: str) -> str:
+    """Count letters.
+
+    Args:
+        text: the letters.
+    """
+    return "abc"[len(text) % 3]
+
+
+class Room:
+    """An environment with a tool and a reward of its own."""
+
+    def reset(self, **_):
+        self.calls = 0
+        return "h"
+
+    def look(self, text: str) -> str:
+        """Look around.
+
+        Args:
+            text: where.
+        """
+        self.calls += 1
+        return count(text)
+
+    def get_reward(self) -> float:
+        return float(self.calls)
+
+
+def messages(completions, **_):
+    return [len(turns) + ("b" in turns[-1]["content"]) for turns in completions]
+
+
+@pytest.mark.parametrize(
+    ("tool", "more"),
+    [("count", {"tools": [count]}), ("look", {"environment_factory": Room})],
+)
+def test_tools_and_environments_are_those_of_trl(tool, more, tmp_path, monkeypatch):
+    """Short turns call a tool, until the completion is as long as it may be."""
+    from trl.trainer import grpo_trainer
+
+    def parsed(tokenizer, ids, **_):
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        called = {"type": "function", "function": {"name": tool, "arguments": {"text": text}}}
+        calls = {"tool_calls": [called]} if len(ids) < 6 else {}
+        return {"role": "assistant", "content": text, **calls}
+
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    monkeypatch.setattr(grpo_trainer, "parse_response", parsed)
+    for name in ("supports_tool_calling", "is_chat_template_prefix_preserving"):
+        monkeypatch.setattr(grpo_trainer, name, lambda _: True)
+    causal_lm().save_pretrained(tmp_path / "model")
+    asked = Dataset.from_list([{"prompt": [{"role": "user", "content": word}]} for word in "cde"])
+    run = {"rewards": messages, "data": asked, "more": more, "template": TEMPLATE,
+           "max_completion_length": 24, "num_iterations": 2, "beta": 0.1}  # fmt: skip
+    live = build(LiveGRPOTrainer, tmp_path, str(tmp_path / "model"), **run)
+    made = rollouts(live)
+    assert len(made) > 1  # the first turn, and others after tool calls
+    monkeypatch.setattr(trl.GRPOTrainer, "_generate_single_turn", _replay(LiveGRPOTrainer, made))
+    padded = build(trl.GRPOTrainer, tmp_path, str(tmp_path / "model"), **run)
+    padded.train()
+    check_equal(live, padded)
+    assert live.state.log_history[0]["tools/call_frequency"] > 0
+
+
+def check_equal(live, padded) -> None:
     for line, expected in zip(live.state.log_history, padded.state.log_history, strict=True):
         clock = {n: v for n, v in expected.items() if "time" in n or "per_second" in n}
         assert {**line, **clock} == pytest.approx(expected, abs=1e-5, rel=1e-4)
@@ -114,6 +201,42 @@ def test_a_killed_run_continues_with_the_same_rollouts_and_weights(step, tmp_pat
         assert torch.equal(weight, expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_process_that_was_killed_continues_bit_for_bit(seed, tmp_path):
+    """SIGKILL three times, at random; a checkpoint may be half written then."""
+    steps, draw = 12, random.Random(seed)
+    script = Path(__file__).parents[1] / "support" / "killed_grpo_child.py"
+
+    def start(folder):
+        command = [str(script), str(folder), str(steps)]
+        return warm_python.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def seen(folder) -> list:
+        path = folder / "rollouts.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    folders = [tmp_path / "whole", tmp_path / "killed"]
+    for folder in folders:
+        causal_lm().save_pretrained(folder / "model")
+    assert start(folders[0]).wait() == 0
+    for _ in range(3):
+        wanted = len(seen(folders[1])) + draw.randint(1, 3)
+        process = start(folders[1])
+        while len(seen(folders[1])) < wanted and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.3))
+        process.kill()
+        process.wait()
+    assert start(folders[1]).wait() == 0
+    whole, killed = map(seen, folders)
+    assert len(killed) > len(whole) == steps  # steps after the last checkpoint were repeated
+    assert all(line in whole for line in killed)
+    first, second = (torch.load(folder / "weights.pt") for folder in folders)
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
 def test_a_checkpoint_inside_a_batch_of_rollouts_is_refused(tmp_path):
     run = {"max_steps": 2, "save_steps": 1, "save_strategy": "steps", "num_iterations": 2}
     build(LiveGRPOTrainer, tmp_path, **run).train()
@@ -147,6 +270,17 @@ def broken(completions, **_):
     return [completions[0]["answer"]]
 
 
+async def broken_later(completions, **_):
+    return broken(completions)
+
+
+class Broken:
+    """A reward function with a state."""
+
+    def __call__(self, completions, **_):
+        return broken(completions)
+
+
 def test_wrong_use_is_told_in_one_line(tmp_path):
     def told(error, line, train=False, **settings):
         with pytest.raises(error, match=line) as info:
@@ -160,7 +294,10 @@ def test_wrong_use_is_told_in_one_line(tmp_path):
     other = {"engine": Engine(causal_lm(), char_tokenizer())}
     told(ValueError, "^engine= generates with another model", more=other)
     told(ValueError, "requires at least 2 generations", num_generations=1)
-    told(RuntimeError, "^reward function broken raised TypeError: .*", True, rewards=broken)
+    for rewards in (broken, functools.partial(broken), Broken(), broken_later):
+        name = "Broken" if isinstance(rewards, Broken) else "broken"
+        told(RuntimeError, f"^reward function {name}.* raised TypeError: .*", True, rewards=rewards)
+    told(ValueError, "^generation_kwargs: n is num_generations", generation_kwargs={"n": 2})
     long = Dataset.from_list([{"prompt": "a" * 80}])
     told(ValueError, "^no rollout of prompt 0: the prompt has 80 tokens", True, data=long)
     sampling = {"generation_kwargs": {"num_beams": 2}}
