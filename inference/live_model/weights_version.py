@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 _SAMPLES = 64
 """Elements of each tensor in the checksum, at least."""
@@ -184,7 +185,7 @@ def _has_adapters(module_type: type[nn.Module]) -> bool:
 
 def forward_state(modules: Iterable[nn.Module]) -> list[Any]:
     """Return what to compare: two equal states compute the same function of the same tensors."""
-    state: list[Any] = []
+    state: list[Any] = [*_global_forward_pre_hooks, *_global_forward_hooks]
     configs: dict[int, Any] = {}
     for module in modules:
         attributes = vars(module)
