@@ -67,10 +67,21 @@ def change_the_config(model):
     model.model.layers[1].input_layernorm.variance_epsilon = 0.5
 
 
+def step_a_fused_optimizer(model):
+    """Fused optimizers raise no version counter."""
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.2, fused=True)
+    version = weight._version
+    optimizer.step()
+    optimizer.zero_grad()
+    assert weight._version == version
+
+
 CHANGES = [
     rewrite_all_but_the_first_column, rewrite_a_quarter_of_the_rows, add_a_hook, add_a_pre_hook,
     rewrite_a_quarter_of_the_columns, add_a_hook_of_all_modules, replace_a_forward,
-    replace_the_class, change_the_scale, change_the_config,
+    replace_the_class, change_the_scale, change_the_config, step_a_fused_optimizer,
 ]  # fmt: skip
 
 
