@@ -3,7 +3,7 @@
     encoding corpus.jsonl: 41%|████      | 9.3M/22.7M [00:33<00:47, 281k tokens/s]        terminal
     nopad: encoding corpus.jsonl: 9,300,000 of about 22,700,000 tokens, 281,000 tokens/s, 47 s left
 
-Only the first rank prints them, and only for work that takes more than a few seconds.
+Only the first rank, or its first worker, prints them, for work that takes more than a few seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TokenProgress:
         self.total: int | None = None
         """Estimate of all tokens."""
         self._start = self._last_line = time.monotonic()
-        is_shown = _is_first_rank() and sys.stderr.isatty()
+        is_shown = _is_first_process() and sys.stderr.isatty()
         self._bar = tqdm(
             desc=what, unit=" tokens", unit_scale=True, leave=False, delay=SHOWN_AFTER,
             dynamic_ncols=True, disable=not is_shown,
@@ -92,11 +92,14 @@ class _Announcement(event.Listener):
         pass
 
 
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+def _is_first_process() -> bool:
+    """Return whether this is the first rank, and its first worker if it is one."""
+    data = sys.modules.get("torch.utils.data")  # loaded in workers; tokenizing needs no torch
+    worker = None if data is None else data.get_worker_info()
+    return os.environ.get("RANK", "0") == "0" and (worker is None or worker.id == 0)
 
 
 def say(message: str) -> None:
-    """Print a line, on the first rank."""
-    if _is_first_rank():
+    """Print a line, in the first process."""
+    if _is_first_process():
         tqdm.write(f"nopad: {message}", file=sys.stderr)

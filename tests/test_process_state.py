@@ -27,6 +27,7 @@ HOOKS = {
     "signal.signal", "signal.set_wakeup_fd", "os.register_at_fork", "atexit.register",
     "faulthandler.enable", "AttentionInterface.register", "AttentionMaskInterface.register",
     "register_model", "gc.disable", "gc.enable", "gc.set_threshold", "gc.freeze", "os.putenv",
+    "register_optimizer_step_post_hook",
 }  # fmt: skip
 
 

@@ -62,6 +62,12 @@ FAULTS = {
         "right = skip_empty\n"
         "skip_empty = lambda steps, max_empty: right(steps, 10**9)",
     ),
+    "a lap reads all that is queued": (
+        "packing/ordering/test_mixture.py::"
+        "test_a_lap_of_a_small_source_does_not_read_the_queue_of_a_large_one",
+        "nopad.packing.ordering.mixture",
+        "DRAWN_AT_ONCE = 1 << 16",
+    ),
     "a weight of zero is a small one": (
         "packing/ordering/test_mixture.py::test_a_source_is_not_drawn_while_its_weight_is_zero",
         "nopad.packing.ordering.mixture",
@@ -302,6 +308,18 @@ FAULTS = {
     "hooks and attributes are overlooked": (
         "inference/live_model/test_unseen_changes.py", "nopad.inference.live_model.weights_version",
         "forward_state = lambda model: []",
+    ),
+    "steps of fused optimizers are overlooked": (
+        "inference/live_model/test_unseen_changes.py::"
+        "test_a_request_to_a_busy_engine_uses_no_key_from_before[step_a_fused_optimizer]",
+        "nopad.inference.live_model.weights_version",
+        "WeightsVersion.note_step = lambda self, optimizer: None",
+    ),
+    "hooks of all modules are overlooked": (
+        "inference/live_model/test_unseen_changes.py::"
+        "test_no_cached_key_is_used_after[add_a_hook_of_all_modules]",
+        "nopad.inference.live_model.weights_version",
+        "_global_forward_hooks = {}",
     ),
     "samples come back to the first column": (
         "inference/live_model/test_unseen_changes.py", "nopad.inference.live_model.weights_version",
@@ -1009,6 +1027,13 @@ FAULTS = {
         "packing/test_preparation_progress.py::"
         "test_encoding_says_how_many_tokens_are_done_and_what_is_left",
         "nopad.packing.preparation_progress", "TokenProgress.update = lambda self, *_: None",
+    ),
+    "every worker announces the compilation": (
+        "packing/test_preparation_progress.py::"
+        "test_one_of_several_workers_announces_the_compilation",
+        "nopad.packing.preparation_progress",
+        "from types import SimpleNamespace\n"
+        "sys = SimpleNamespace(modules={}, stderr=sys.stderr)",
     ),
     "compilation is silent": (
         "packing/test_preparation_progress.py::"

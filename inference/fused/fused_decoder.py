@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from ...attention import Pages, Varlen, attend_cached
 from ...attention.backends import CallSpec, select_backend
@@ -305,7 +306,7 @@ def _has_no_hooks(body: nn.Module) -> bool:
             return False
         if forward is not None and not hasattr(forward, "_nopad_patch"):
             return False
-    return True
+    return not _has_any_global_hook()
 
 
 def _is_verified(body: Any) -> bool:

@@ -1,10 +1,11 @@
 """Have the weights or adapters of a live model changed since the KV cache was filled?
 
-Cached keys are only valid for the weights that computed them. Every in-place update raises a
-tensor's version counter. Writes through `.data` do not, so a checksum over a sample of every tensor
-is compared too. Adapters, hooks, replaced forwards and plain attributes such as `scaling` change
-the forward without changing a tensor, so they are compared as well. PEFT is not imported: its
-layers are recognized by a property they all have.
+Cached keys are only valid for the weights that computed them. Most in-place updates raise a
+tensor's version counter. Fused optimizers do not, so steps of torch's optimizers are noticed by a
+hook. Writes through `.data` do not either, so a checksum over a sample of every tensor is compared.
+Adapters, hooks, replaced forwards and plain attributes such as `scaling` change the forward without
+changing a tensor, so they are compared as well. PEFT is not imported: its layers are recognized by
+a property they all have.
 
 Not noticed are: a write through `.data` that misses all sampled values (a single row, for example);
 values that a hook or a replaced forward reads from elsewhere; attributes that are not numbers,
@@ -19,10 +20,13 @@ from functools import partial
 from math import ceil, gcd
 from types import FunctionType, MethodType
 from typing import Any
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 _SAMPLES = 64
 """Elements of each tensor in the checksum, at least."""
@@ -64,6 +68,15 @@ class WeightsVersion:
         self._adapter_layers: list[AdapterLayer] = []
         self.adapters: AdapterState = []
         """Which adapters were active at the last check."""
+        self._is_stepped = False
+        """Whether an optimizer has stepped a parameter since the last check."""
+        hook = partial(_note_step, ref(self))
+        finalize(self, register_optimizer_step_post_hook(hook).remove)
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has stepped."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._is_stepped |= any(id(p) in stepped for p in self._model.parameters())
 
     def refresh(self) -> bool:
         """Check all weights; return whether they changed since the last check."""
@@ -85,7 +98,7 @@ class WeightsVersion:
         self._addresses, self._checksum, self._forward_state = addresses, checksum, state
         self._adapter_layers = adapter_layers(modules)
         self.adapters = adapter_state(self._adapter_layers)
-        self._tensors_seen = tensors_seen
+        self._tensors_seen, self._is_stepped = tensors_seen, False
         self.number += changed
         return changed
 
@@ -95,6 +108,8 @@ class WeightsVersion:
 
     def unchanged(self) -> bool:
         """Return whether tensors, version counters and adapters are those of the last check."""
+        if self._is_stepped:
+            return False
         for holder, name, tensor, version in self._tensors_seen:  # at every step: a plain loop
             if holder.get(name) is not tensor:
                 return False
@@ -147,6 +162,11 @@ def sample_stride(count: int, columns: int) -> int:
     return stride
 
 
+def _note_step(version: ref[WeightsVersion], optimizer: Optimizer, *_: Any) -> None:
+    if (noticed := version()) is not None:
+        noticed.note_step(optimizer)
+
+
 def _version(tensor: Tensor) -> int:
     return _NO_COUNTER if tensor.is_inference() else tensor._version
 
@@ -184,7 +204,7 @@ def _has_adapters(module_type: type[nn.Module]) -> bool:
 
 def forward_state(modules: Iterable[nn.Module]) -> list[Any]:
     """Return what to compare: two equal states compute the same function of the same tensors."""
-    state: list[Any] = []
+    state: list[Any] = [*_global_forward_pre_hooks, *_global_forward_hooks]
     configs: dict[int, Any] = {}
     for module in modules:
         attributes = vars(module)

@@ -41,6 +41,8 @@ SCALE = 1 << 20
 """Fractions are integers in units of 1 / SCALE."""
 CURVE_KNOTS = 257
 """Knots, from one of the user's to the next, of fractions that are not linear in between."""
+DRAWN_AT_ONCE = 1024
+"""Documents of a source that are offered to the draw at a time."""
 INTERVAL_END = -2
 """Returned by `draw` instead of a source, at the end of an interval of the schedule."""
 _STATE_FIELDS = ("tokens_drawn", "active", "exhausted", "credits")
@@ -376,9 +378,11 @@ class MixedOrder:
         blocks = [self._lap(source, epoch, 0) for source in range(len(laps))]
         queues = [np.zeros(0, np.int64) for _ in laps]
         while True:
-            choices, needed = mixture.draw([self.lengths(queue) for queue in queues])
+            # A few of each queue: a long one would be read again for every lap of a small source.
+            lengths = [self.lengths(queue[:DRAWN_AT_ONCE]) for queue in queues]
+            choices, needed = mixture.draw(lengths)
             yield self._take(choices, queues), needed
-            if needed == INTERVAL_END:
+            if needed == INTERVAL_END or (needed >= 0 and len(queues[needed])):
                 continue
             if needed < 0:
                 return

@@ -8,6 +8,11 @@ import pytest
 from nopad.packing import PackedDataset, preparation_progress
 from nopad.packing.planning import pack_lengths, planner
 from numba import njit
+from torch.utils.data import DataLoader
+
+
+def one_pack(sizes, deferrals, packed, capacity, pool, flush, final):
+    return np.arange(len(sizes)), np.array([0, len(sizes)]), np.arange(0), deferrals[:0]
 
 
 def byte_ids(text: str) -> list[int]:
@@ -38,12 +43,16 @@ def test_quick_preparation_is_silent(capsys):
 
 
 def test_the_compilation_of_the_packer_is_announced_once(monkeypatch, capsys):
-    def one_pack(sizes, deferrals, packed, capacity, pool, flush, final):
-        return np.arange(len(sizes)), np.array([0, len(sizes)]), np.arange(0), deferrals[:0]
-
     monkeypatch.setattr(planner, "fit_windows", njit(one_pack))
     for _ in range(2):
         assert len(pack_lengths([3, 2], budget=8)) == 1
     said = capsys.readouterr().err
     assert said.count("compiling the packer") == 1
     assert "at every start: set NUMBA_CACHE_DIR to a persistent folder)" in said
+
+
+def test_one_of_several_workers_announces_the_compilation(monkeypatch, capfd):
+    monkeypatch.setattr(planner, "fit_windows", njit(one_pack))
+    data = PackedDataset([[5, 6], [7]] * 4, budget=8, pretokenize=False, shards=2)
+    assert len(list(DataLoader(data, batch_size=None, num_workers=2))) > 1
+    assert capfd.readouterr().err.count("compiling the packer") == 1

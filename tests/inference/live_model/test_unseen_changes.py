@@ -9,6 +9,7 @@ import pytest
 import torch
 from nopad.inference import Engine
 from nopad.inference.live_model.weights_version import WeightsVersion, sample_stride
+from torch.nn.modules.module import _global_forward_hooks, register_module_forward_hook
 
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 PROMPT = list(range(3, 60))
@@ -16,7 +17,8 @@ PROMPT = list(range(3, 60))
 
 @pytest.fixture
 def model(tiny):
-    return copy.deepcopy(tiny("llama"))
+    yield copy.deepcopy(tiny("llama"))
+    _global_forward_hooks.clear()
 
 
 def rewrite_all_but_the_first_column(model):
@@ -42,6 +44,11 @@ def add_a_pre_hook(model):
     model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: (args[0] * -1,))
 
 
+def add_a_hook_of_all_modules(model):
+    mlp = model.model.layers[0].mlp
+    register_module_forward_hook(lambda module, args, out: out * 2 if module is mlp else None)
+
+
 def replace_a_forward(model):
     mlp = model.model.layers[0].mlp
     mlp.forward = lambda x, plain=mlp.forward: plain(x) * 2
@@ -60,10 +67,21 @@ def change_the_config(model):
     model.model.layers[1].input_layernorm.variance_epsilon = 0.5
 
 
+def step_a_fused_optimizer(model):
+    """Fused optimizers raise no version counter."""
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.2, fused=True)
+    version = weight._version
+    optimizer.step()
+    optimizer.zero_grad()
+    assert weight._version == version
+
+
 CHANGES = [
     rewrite_all_but_the_first_column, rewrite_a_quarter_of_the_rows, add_a_hook, add_a_pre_hook,
-    rewrite_a_quarter_of_the_columns, replace_a_forward, replace_the_class, change_the_scale,
-    change_the_config,
+    rewrite_a_quarter_of_the_columns, add_a_hook_of_all_modules, replace_a_forward,
+    replace_the_class, change_the_scale, change_the_config, step_a_fused_optimizer,
 ]  # fmt: skip
 
 

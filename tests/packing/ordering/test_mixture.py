@@ -435,6 +435,16 @@ def test_the_time_of_an_epoch_does_not_grow_with_the_square_of_its_draws(monkeyp
     assert len(counted) < 20_000  # about 500 draws
 
 
+def test_a_lap_of_a_small_source_does_not_read_the_queue_of_a_large_one():
+    read, lengths = [], np.full(10_002, 10)
+    mixture = Mixture([1, 1], "all_exhausted")
+    order = MixedOrder(
+        [0, 2, 10_002], lambda i: read.append(len(i)) or lengths[i], mixture, seed=0, shuffle=True
+    )
+    next(order.read(0))
+    assert max(read) < 2000
+
+
 def test_weights_change_linearly_also_where_their_sum_changes():
     mixture = Mixture([[(0, 0.1), (10_000, 1.0)], 1])
     choices, _ = mixture.draw([np.full(1000, 10)] * 2)
