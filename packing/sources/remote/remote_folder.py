@@ -11,6 +11,8 @@ from .filesystem import MissingFileError, filesystem, retry, shown
 from .listing import exists
 from .remote_file import RemoteFile
 
+BUCKETS = {"s3", "gs"}
+
 
 class RemoteFolder:
     """The counterpart of `LocalFolder`; it has no locks."""
@@ -24,6 +26,8 @@ class RemoteFolder:
     def create(self) -> None:
         """Create the folder where the file system has folders."""
         fs, path = filesystem(self.url)
+        if not BUCKETS.isdisjoint([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol):
+            return  # `makedirs` would create a bucket whose name is misspelled
         retry(self.url, lambda: fs.makedirs(path, exist_ok=True))
 
     def file(self, name: str, size: int) -> RemoteFile:
