@@ -86,8 +86,8 @@ def test_a_truncated_shard_of_a_bucket_is_written_again(s3):
     tokenize(ROWS, "s3://bucket/tokens", tokenizer=char_tokenizer("abcde"), processes=1)
     whole = s3.cat_file("bucket/tokens/00000.bin")
     s3.pipe_file("bucket/tokens/00000.bin", whole[:-2])
-    with pytest.raises((ValueError, OSError), match=r"00000\.bin"):
-        contents(PackedDataset("s3://bucket/tokens", **BUDGET))
+    with pytest.raises(ValueError, match=r"00000\.bin has \d+ bytes, it was written with \d+"):
+        PackedDataset("s3://bucket/tokens", **BUDGET)
     tokenize(ROWS, "s3://bucket/tokens", tokenizer=char_tokenizer("abcde"), processes=1)
     assert s3.cat_file("bucket/tokens/00000.bin") == whole
 
