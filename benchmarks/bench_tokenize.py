@@ -4,11 +4,12 @@
         [--peer-bytes 1e8] [--record FILE.json]
 
 corpus.jsonl has a column `text`. All tokenize its first `--peer-bytes` with the same tokenizer
-and number of processes, ours with fastokens and with tokenizers alone; ours then tokenizes the
-whole file. Each runs in a process of its own. Seconds are wall-clock time with imports and the load
-of the tokenizer, `cpu_seconds` those of all its processes; MB are those of the texts. `memory` is
-the largest sum of the private memory of its processes, sampled every half second; `memory_late_mb`
-has the smallest, the middle and the largest of the last three quarters of the time.
+and number of processes, ours with fastokens and with tokenizers alone; those of `--whole` then
+tokenize the whole file. Each runs in a process of its own. Seconds are wall-clock time with imports
+and the load of the tokenizer, `cpu_seconds` those of all its processes; MB are those of the texts.
+`memory_mb` is the largest sum of the anonymous memory of its processes, sampled every half second;
+`memory_tenths_mb` is its mean in each tenth of the time, `mapped_tenths_mb` that of mapped files,
+which the system may drop.
 
 Megatron's preprocess_data.py is not in its package: `megatron` is its loop (a pool of processes
 that encode lines, `imap` in chunks of 32) over the package's own `IndexedDatasetBuilder`.
@@ -19,10 +20,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
+from itertools import cycle, pairwise
 from pathlib import Path
 
 PEERS = ("nopad", "nopad_stock", "datasets", "megatron", "datatrove")
@@ -48,6 +52,7 @@ def run_nopad_stock(args: argparse.Namespace, out: str) -> int:
 
 def run_datasets(args: argparse.Namespace, out: str) -> int:
     import datasets
+    import pyarrow.compute as pc
 
     tokenizer = load_tokenizer(args.tokenizer, args.eos)
     data = datasets.load_dataset("json", data_files=args.corpus, split="train", cache_dir=out)
@@ -57,9 +62,7 @@ def run_datasets(args: argparse.Namespace, out: str) -> int:
         return {"input_ids": [[*each, tokenizer.eos_token_id] for each in ids]}
 
     data = data.map(encode, batched=True, num_proc=args.processes, remove_columns=data.column_names)
-    return sum(
-        data.with_format("arrow")[:]["input_ids"].combine_chunks().value_lengths().to_pylist()
-    )
+    return sum(pc.sum(each.value_lengths()).as_py() for each in data.data["input_ids"].chunks)
 
 
 def run_megatron(args: argparse.Namespace, out: str) -> int:
@@ -91,10 +94,14 @@ def run_datatrove(args: argparse.Namespace, out: str) -> int:
     from datatrove.pipeline.tokens import DocumentTokenizer
 
     # A task reads whole files, so each process gets one of its own.
-    lines = Path(args.corpus).read_bytes().splitlines(keepends=True)
     Path(out, "in").mkdir()
-    for part in range(args.processes):
-        Path(out, "in", f"{part}.jsonl").write_bytes(b"".join(lines[part :: args.processes]))
+    with ExitStack() as stack:
+        parts = [
+            stack.enter_context(Path(out, "in", f"{part}.jsonl").open("wb"))
+            for part in range(args.processes)
+        ]
+        for line, part in zip(stack.enter_context(open(args.corpus, "rb")), cycle(parts)):
+            part.write(line)
     steps = [
         JsonlReader(f"{out}/in"),
         DocumentTokenizer(
@@ -109,21 +116,25 @@ def run_datatrove(args: argparse.Namespace, out: str) -> int:
     return sum(file.stat().st_size for file in files) // 4
 
 
-def sample(group: int, cpu: dict[int, float]) -> float:
-    """Return the MB of private memory of a process group; update CPU seconds of its processes."""
-    total, ticks = 0, os.sysconf("SC_CLK_TCK")
+def sample(group: int) -> tuple[float, float]:
+    """Return the MB of memory of a process group that is its own, and that which maps files."""
+    total = {"Pss_Anon:": 0, "Pss_File:": 0}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if os.getpgid(int(folder.name)) != group:
-                continue
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            cpu[int(folder.name)] = (int(fields[11]) + int(fields[12])) / ticks
-            for line in (folder / "smaps_rollup").read_text().splitlines():
-                if line.startswith(("Private_Dirty:", "Private_Clean:")):
-                    total += int(line.split()[1])
+            if os.getpgid(int(folder.name)) == group:
+                for line in (folder / "smaps_rollup").read_text().splitlines():
+                    name, kb, *_ = line.split()
+                    if name in total:
+                        total[name] += int(kb)
         except (OSError, ValueError):
             continue
-    return total / 1024
+    return total["Pss_Anon:"] / 1024, total["Pss_File:"] / 1024
+
+
+def tenths(values: list[float]) -> list[float]:
+    """Return the mean of each tenth of the time."""
+    cuts = [len(values) * n // 10 for n in range(11)]
+    return [round(sum(values[a:b]) / max(1, b - a), 1) for a, b in pairwise(cuts)]
 
 
 def measure(name: str, args: argparse.Namespace, corpus: Path) -> dict:
@@ -131,14 +142,14 @@ def measure(name: str, args: argparse.Namespace, corpus: Path) -> dict:
     with tempfile.TemporaryDirectory(dir=args.folder) as out:
         command = [sys.executable, __file__, str(corpus), args.tokenizer, "--eos", args.eos,
                    "--processes", str(args.processes), "--run", name, "--out", out]  # fmt: skip
-        start = time.perf_counter()
+        start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
         child = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True,
         )  # fmt: skip
-        memory, cpu = [], {}
+        memory = []
         while child.poll() is None:
-            memory.append(sample(child.pid, cpu))
+            memory.append(sample(child.pid))
             time.sleep(0.5)
         seconds = time.perf_counter() - start
         printed, errors = child.communicate()
@@ -146,12 +157,13 @@ def measure(name: str, args: argparse.Namespace, corpus: Path) -> dict:
             return {"name": name, "failed": " ".join(errors.split())[-300:]}
     tokens = int(printed.splitlines()[-1])
     text = sum(len(json.loads(line)["text"].encode()) for line in corpus.open("rb")) / 1e6
-    late, cpu_seconds = sorted(memory[len(memory) // 4 :]), sum(cpu.values())
+    after, (own, files) = resource.getrusage(resource.RUSAGE_CHILDREN), zip(*memory, strict=True)
+    cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {
         "name": name, "text_mb": text, "tokens": tokens, "seconds": seconds,
         "mb_per_s": text / seconds, "tokens_per_s": tokens / seconds, "cpu_seconds": cpu_seconds,
         "mb_per_cpu_s": text / cpu_seconds, "tokens_per_cpu_s": tokens / cpu_seconds,
-        "memory_mb": max(memory), "memory_late_mb": [late[0], late[len(late) // 2], late[-1]],
+        "memory_mb": max(own), "memory_tenths_mb": tenths(own), "mapped_tenths_mb": tenths(files),
     }  # fmt: skip
 
 

@@ -585,6 +585,17 @@ FAULTS = {
         "nopad.packing.sources.remote.filesystem",
         "ATTEMPTS = 1",
     ),
+    "a refused request is repeated": (
+        "packing/sources/test_remote.py::test_a_refused_request_is_not_repeated",
+        "nopad.packing.sources.remote.filesystem",
+        "_http_status = lambda error: None",
+    ),
+    "shards behind a URL are taken to be whole": (
+        "packing/encoding/test_tokenization.py::"
+        "test_a_truncated_shard_behind_a_url_is_named_and_written_again",
+        "nopad.packing.sources.remote.remote_folder",
+        "RemoteFolder.file = lambda self, name, size: RemoteFile(f'{self.url}/{name}', size)",
+    ),
     "a lost connection is a damaged row": (
         "packing/sources/test_remote.py::"
         "test_a_server_that_is_gone_is_never_a_skipped_row",

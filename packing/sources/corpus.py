@@ -135,7 +135,7 @@ def open_shards(
 
 def _check_size(file: DataFile, size: int) -> None:
     try:
-        found = size if isinstance(file, RemoteFile) else file.stat().st_size
+        found = file.stat().st_size
     except FileNotFoundError:
         found = 0
     if found != size:

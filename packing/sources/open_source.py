@@ -135,7 +135,8 @@ def _open_url(url: str, options: _PathOptions) -> Opened:
         return [open_megatron(index, binary, options.number)]
     files = list_url(url, options.glob, check_name)
     if any(file.name in (MANIFEST, JOB) for file in files) and is_corpus(RemoteFolder(url)):
-        return _open_corpus(RemoteFolder(url), options)
+        sizes = {file.name: file.size for file in files}
+        return _open_corpus(RemoteFolder(url, sizes), options)
     place = shown(url)
     if any(file.name == "dataset_info.json" for file in files):
         raise ValueError(f"{place} is a saved dataset: pass datasets.load_from_disk(url)")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import SystemRandom
 from typing import Any, TypeGuard, TypeVar
@@ -105,14 +105,23 @@ def retry(url: str, request: Callable[[], T]) -> T:
 
 
 def _is_transient(error: Exception) -> bool:
-    if isinstance(error, FINAL_ERRORS):
+    if isinstance(error, FINAL_ERRORS) or "Credentials" in type(error).__name__:
         return False
     if isinstance(error, FileNotFoundError):  # of web servers it is said of any failure
         return isinstance(error.__cause__, Exception) and _is_transient(error.__cause__)
-    status = getattr(error, "status", None) or getattr(error, "code", None)
-    if isinstance(status, int) and 400 <= status < 500:
-        return status in TRANSIENT_STATUS
-    return True
+    status = _http_status(error)
+    return status is None or not 400 <= status < 500 or status in TRANSIENT_STATUS
+
+
+def _http_status(error: Exception) -> int | None:
+    """Return the status of the reply that an error is about: every library has its own place."""
+    reply = getattr(error, "response", None)
+    if isinstance(reply, Mapping):  # botocore, for s3
+        found = [reply.get("ResponseMetadata", {}).get("HTTPStatusCode")]
+    else:
+        found = [getattr(error, name, None) for name in ("status", "code")]
+        found.append(getattr(reply, "status_code", None))  # huggingface_hub
+    return next((status for status in found if isinstance(status, int)), None)
 
 
 def _final_error(url: str, error: Exception) -> Exception:
@@ -120,7 +129,9 @@ def _final_error(url: str, error: Exception) -> Exception:
     if isinstance(error, ImportError):
         return error
     if isinstance(error, FileNotFoundError):
-        return MissingFileError(f"{shown(url)} does not exist")
+        reason = str(error)  # a path or URL, which may have a signature, or a sentence
+        reason = f": {reason}" if " " in reason and "/" not in reason else ""
+        return MissingFileError(f"{shown(url)} does not exist{reason}")
     if isinstance(error, PermissionError):
         return RemoteReadError(f"{shown(url)}: access denied: {_describe(error)}")
     return RemoteReadError(f"{shown(url)}: {_describe(error)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,12 +11,15 @@ from .filesystem import MissingFileError, filesystem, retry, shown
 from .listing import exists
 from .remote_file import RemoteFile
 
+BUCKETS = {"s3", "gs"}
+
 
 class RemoteFolder:
     """The counterpart of `LocalFolder`; it has no locks."""
 
-    def __init__(self, url: str):
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, listed: Mapping[str, int] | None = None):
+        """listed: the size of each file, if they were listed."""
+        self.url, self.listed = url.rstrip("/"), listed
 
     def __str__(self) -> str:
         return shown(self.url)
@@ -24,11 +27,14 @@ class RemoteFolder:
     def create(self) -> None:
         """Create the folder where the file system has folders."""
         fs, path = filesystem(self.url)
+        if not BUCKETS.isdisjoint([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol):
+            return  # `makedirs` would create a bucket whose name is misspelled
         retry(self.url, lambda: fs.makedirs(path, exist_ok=True))
 
     def file(self, name: str, size: int) -> RemoteFile:
-        """Return a file of this folder."""
-        return RemoteFile(f"{self.url}/{name}", size)
+        """Return a file of this folder; size: what it should have, if files were not listed."""
+        found = size if self.listed is None else self.listed.get(name, 0)
+        return RemoteFile(f"{self.url}/{name}", found)
 
     def exists(self, name: str) -> bool:
         """Return whether a file of this name exists."""

@@ -358,6 +358,21 @@ def test_tokens_are_read_from_and_written_to_a_url(tmp_path, tokenizer):
     assert names == set(files(tmp_path / "out"))
 
 
+def test_a_truncated_shard_behind_a_url_is_named_and_written_again(tmp_path, tokenizer):
+    import fsspec
+
+    source, url = source_of("jsonl", tmp_path), f"memory://{tmp_path.name}/tokens"
+    tokenize(source, url, tokenizer=tokenizer, processes=1)
+    memory, file = fsspec.filesystem("memory"), f"{url}/00001.bin"
+    whole = memory.cat_file(file)
+    for damaged in (whole[:-2], None):
+        memory.rm_file(file) if damaged is None else memory.pipe_file(file, damaged)
+        with pytest.raises(ValueError, match=r"00001\.bin has \d+ bytes, it was written with \d+"):
+            PackedDataset(url, **BUDGET)
+        tokenize(source, url, tokenizer=tokenizer, processes=1)
+        assert memory.cat_file(file) == whole
+
+
 def test_packs_of_a_web_server_are_those_of_the_folder(tmp_path, tokenizer):
     tokenize(source_of("chats", tmp_path), tmp_path / "out", tokenizer=tokenizer)
     with serve(tmp_path, period=20) as server:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -239,3 +240,40 @@ def test_the_next_blocks_are_fetched_while_one_is_read():
         assert sorted(asked) == [0, 1000, 2000]
         file.seek(7500)
         assert len(file.read(10)) == 10 and sorted(asked) == [0, 1000, 2000, 7000]
+
+
+class NoCredentialsError(Exception):
+    """As botocore's, which has no status."""
+
+
+def reply_of(library: str, status: int) -> Exception:
+    """Return an error with the status where this library has it."""
+    replies = {
+        "botocore": {"ResponseMetadata": {"HTTPStatusCode": status}},
+        "huggingface_hub": SimpleNamespace(status_code=status),
+    }
+    error = Exception("refused")
+    error.response = replies[library]  # pyright: ignore[reportAttributeAccessIssue]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "attempts"),
+    [
+        (NoCredentialsError("Unable to locate credentials"), 1),
+        (reply_of("botocore", 403), 1),
+        (reply_of("huggingface_hub", 401), 1),
+        (reply_of("botocore", 503), filesystem.ATTEMPTS),
+        (reply_of("huggingface_hub", 429), filesystem.ATTEMPTS),
+    ],
+)
+def test_a_refused_request_is_not_repeated(error, attempts):
+    calls = []
+
+    def request():
+        calls.append(1)
+        raise error
+
+    with pytest.raises(RemoteReadError, match=str(error)):
+        filesystem.retry("s3://bucket/x", request)
+    assert len(calls) == attempts
