@@ -22,6 +22,7 @@ import torch
 from ..packing import IGNORE_INDEX, MAX_TOKEN_ID, Pack, Sample, check_flags, jit
 from .document_labels import document_labels
 from .features import as_samples
+from .media_inputs import media_inputs
 from .sample_weights import parent_label_counts, sample_weights
 
 
@@ -120,6 +121,10 @@ class PackedCollator:
             batch["loss_weights"] = torch.from_numpy(weights.reshape(rows[1].shape))
         if any(pack.targets is not None for pack in packs):
             batch |= document_labels(packs, widths, len(bounds) - 1, rows[0].shape)
+        if any(pack.images is not None for pack in packs):
+            if self.stack:
+                raise ValueError("stack=True puts packs into rows, which images are not: omit it")
+            batch |= media_inputs(packs, widths, batch["position_ids"])
         return batch
 
     def _fixed_length(self, longest: int, budget: int) -> int:

@@ -59,6 +59,8 @@ class Pack:
     sample, 0. None if no sample was split."""
     targets: list[Any] | None = None
     """The target of each sequence (`targets.py`); None if samples have none."""
+    images: list[Any] | None = None
+    """The images of each sequence (`images.py`); None if no sample of the pack has any."""
 
     def __post_init__(self):
         assert self.cu_seqlens.item(-1) == len(self.tokens) <= self.budget
@@ -78,6 +80,7 @@ class Pack:
         if cu_seqlens[-1] > budget:
             raise ValueError(f"{cu_seqlens[-1]} tokens do not fit a budget of {budget}")
         empty, targets = np.empty(0, np.int64), [sample.target for sample in samples]
+        images = [sample.images for sample in samples]
         fields.setdefault("samples", np.arange(len(samples), dtype=np.int64))
         return cls(
             tokens=np.concatenate([empty, *(sample.tokens for sample in samples)]),
@@ -87,6 +90,7 @@ class Pack:
             sources=np.array([sample.source for sample in samples], np.int16),
             first_positions=np.zeros(len(samples), np.int64),
             targets=None if all(target is None for target in targets) else targets,
+            images=images if any(images) else None,
             **fields,
         )
 

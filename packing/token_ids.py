@@ -6,7 +6,7 @@ vocabulary raises an error that shows the value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,16 @@ def validate_token_ids(ids: Any, name: str = "input_ids") -> np.ndarray:
     if ids.dtype == np.uint64 and ids.max() > np.iinfo(np.int64).max:
         raise ValueError(f"{name} contains {ids.max()}, beyond 64 bits")
     return ids.astype(np.int64)
+
+
+def refuse_images(columns: Container[str]) -> None:
+    """Raise if a row has images, which would be ignored; `columns` are its names."""
+    for name in ("images", "pixel_values"):
+        if name in columns:
+            raise ValueError(
+                f"the row has {name}: pass messages, or text and images, and "
+                "PackedDataset(tokenizer=AutoProcessor.from_pretrained(...))"
+            )
 
 
 def make_sample(ids: Any, labels: Any = None, vocab_size: int | None = None) -> Sample:

@@ -271,6 +271,7 @@ class PlannedPacks:
                 starts = np.zeros_like(starts)
             samples = self.store.numbers_in_source(rows.documents)
             sources, targets = self.store.sources(rows.documents), self.store.targets(rows)
+            images = self.store.images(rows)
             parent_counts = None
             if packer["overflow"] == "split":
                 parent_counts = self.store.parent_label_counts(rows)
@@ -294,6 +295,7 @@ class PlannedPacks:
                     cursor,
                     parent_counts if parent_counts is None else parent_counts[c:d],
                     targets if targets is None else targets[c:d],
+                    None if images is None or not any(images[c:d]) else images[c:d],
                 )
 
 
