@@ -35,6 +35,8 @@ def media_inputs(
         for images, begin in zip(pack.images or (), pack.cu_seqlens.tolist(), strict=False):
             if images is None:
                 continue
+            if len(positions) > 1:
+                raise ValueError("stack=True puts packs into rows, which images are not: omit it")
             inputs = images.model_inputs()
             own = inputs.pop("position_ids", None)
             if own is not None:
@@ -43,7 +45,7 @@ def media_inputs(
                 mrope[1:, 0, begin : begin + own.shape[1]] = torch.from_numpy(own)
             found.append(inputs)
         start += width
-    batch = {name: _concatenate(name, found) for name in found[0]}
+    batch = {name: _concatenate(name, found) for each in found[:1] for name in each}
     return batch if mrope is None else {**batch, "position_ids": mrope}
 
 

@@ -121,11 +121,7 @@ class PackedCollator:
             batch["loss_weights"] = torch.from_numpy(weights.reshape(rows[1].shape))
         if any(pack.targets is not None for pack in packs):
             batch |= document_labels(packs, widths, len(bounds) - 1, rows[0].shape)
-        if any(pack.images is not None for pack in packs):
-            if self.stack:
-                raise ValueError("stack=True puts packs into rows, which images are not: omit it")
-            batch |= media_inputs(packs, widths, batch["position_ids"])
-        return batch
+        return batch | media_inputs(packs, widths, batch["position_ids"])
 
     def _fixed_length(self, longest: int, budget: int) -> int:
         fixed = self.max_length or budget

@@ -59,6 +59,14 @@ class SampleImages:
             inputs["position_ids"] = mrope_positions(types, inputs["image_grid_thw"], merge)
         return inputs
 
+    def inputs_alone(self) -> dict[str, Any]:
+        """Return the inputs of a model for the text alone, which finds the positions itself."""
+        import torch
+
+        found = process(self.processor, self.text, self.references, self.special_tokens)
+        del found["attention_mask"]
+        return {name: torch.as_tensor(np.asarray(found[name])) for name in found}
+
     def fingerprint(self) -> str:
         """Identify the images: files by name and size, others by their content."""
         digest = hashlib.blake2b(digest_size=12)
@@ -126,8 +134,11 @@ def _unwrap(reference: Any) -> Any:
 
 
 def check_uncut(images: Sequence[SampleImages | None], lengths: np.ndarray) -> None:
-    """Raise if a sequence has only a part of the tokens of a sample with images."""
-    for sample, length in zip(images, lengths.tolist(), strict=True):
+    """Raise if a sequence has only a part of the tokens of a sample with images.
+
+    images: of each sequence; none if no sample has any.
+    """
+    for sample, length in zip(images, lengths.tolist(), strict=False):
         if sample is not None and sample.num_tokens != length:
             raise ValueError(
                 f"a document with images has {sample.num_tokens} tokens, and {length} of them "

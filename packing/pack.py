@@ -60,7 +60,7 @@ class Pack:
     targets: list[Any] | None = None
     """The target of each sequence (`targets.py`); None if samples have none."""
     images: list[Any] | None = None
-    """The images of each sequence (`images.py`); None if no sample of the pack has any."""
+    """The images of each sequence (`images.py`), or None for those without."""
 
     def __post_init__(self):
         assert self.cu_seqlens.item(-1) == len(self.tokens) <= self.budget
@@ -80,7 +80,6 @@ class Pack:
         if cu_seqlens[-1] > budget:
             raise ValueError(f"{cu_seqlens[-1]} tokens do not fit a budget of {budget}")
         empty, targets = np.empty(0, np.int64), [sample.target for sample in samples]
-        images = [sample.images for sample in samples]
         fields.setdefault("samples", np.arange(len(samples), dtype=np.int64))
         return cls(
             tokens=np.concatenate([empty, *(sample.tokens for sample in samples)]),
@@ -90,7 +89,7 @@ class Pack:
             sources=np.array([sample.source for sample in samples], np.int16),
             first_positions=np.zeros(len(samples), np.int64),
             targets=None if all(target is None for target in targets) else targets,
-            images=images if any(images) else None,
+            images=[sample.images for sample in samples],
             **fields,
         )
 

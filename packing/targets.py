@@ -100,7 +100,7 @@ def check_unsplit(encoder: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
     A document that is too long raises, unless it is to be dropped or, with targets, truncated.
     """
-    if encoder.label_column is None and encoder.processor is None:
+    if encoder.tokens_suffice:
         return settings
     if settings["strategy"] == "concat":
         what = "have one label each" if encoder.processor is None else "may have images"

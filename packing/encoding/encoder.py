@@ -24,7 +24,7 @@ from ..document_starts import check_not_packed
 from ..planning.overflow import too_long_error
 from ..sample import IGNORE_INDEX, Sample
 from ..sources.source import Row, RowError
-from ..state.fingerprint import Fingerprint, tokenizer_fingerprint
+from ..state.fingerprint import processor_settings, tokenizer_fingerprint
 from ..token_ids import LOSS_MASKS, check_masks, make_sample, refuse_images, validate_token_ids
 from .chat import encode_chat
 from .report import SkippedRows
@@ -43,6 +43,7 @@ class Encoder:
 
     label_column: str | None = None  # LabelledEncoder has one
     processor: Any = None  # ImageEncoder has one
+    tokens_suffice = True  # samples of these two have more
 
     def __init__(
         self,
@@ -135,8 +136,7 @@ class Encoder:
 
     def _check_columns(self, row: Mapping) -> None:
         """Raise if several columns of a row without token ids say what to train on."""
-        if "images" in row and row["images"] is not None:
-            refuse_images(row)
+        refuse_images(row)
         forms = dict.fromkeys([(self.text_column,), ("messages",), ("prompt", "completion")])
         if self.text_column in ("prompt", "completion"):  # the user chose one of the two
             del forms["prompt", "completion"]
@@ -206,8 +206,6 @@ class Encoder:
 
     def _encode_messages(self, messages: Any, first: int, tools: Any) -> Sample:
         self.used_template = True
-        if self.processor is None and any(map(_has_image, messages)):
-            refuse_images(("images",))
         sample = encode_chat(self._require_tokenizer(), messages, first, tools)
         return make_sample(sample.tokens, sample.labels, self.vocab_size)
 
@@ -317,15 +315,6 @@ def _check_text(value: Any, name: str) -> str:
     return value
 
 
-IMAGE_PARTS = ("image", "image_url")
-"""Types of the parts of a message that are images."""
-
-
-def _has_image(message: Any) -> bool:
-    parts = message.get("content") if isinstance(message, Mapping) else None
-    return isinstance(parts, list) and any(part.get("type") in IMAGE_PARTS for part in parts)
-
-
 def as_value_error(error: Exception) -> ValueError:
     return error if type(error) is ValueError else ValueError(f"{type(error).__name__}: {error}")
 
@@ -338,13 +327,8 @@ def encoded_settings(encoder: Encoder) -> dict[str, Any]:
         "add_eos": encoder.eos_token_id,
         "tokenizer": tokenizer_fingerprint(encoder.tokenizer),
         **({"label_column": encoder.label_column} if encoder.label_column else {}),
-        **({"processor": _processor_fingerprint(encoder)} if encoder.processor else {}),
+        **processor_settings(encoder.processor),
     }
-
-
-def _processor_fingerprint(encoder: Encoder) -> str:
-    """Identify how images become tokens and pixels."""
-    return Fingerprint(encoder.processor.to_json_string()).text()
 
 
 ENCODE_BATCH = 256

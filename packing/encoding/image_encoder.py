@@ -21,7 +21,8 @@ import numpy as np
 
 from ..images import SampleImages, process
 from ..sample import IGNORE_INDEX, Sample
-from .encoder import IMAGE_PARTS, Encoder, as_value_error
+from ..token_ids import IMAGE_PARTS
+from .encoder import Encoder, as_value_error
 
 REFERENCES = ("image", "path", "url", "image_url")
 """Keys of an image part that say what the image is."""
@@ -29,6 +30,8 @@ REFERENCES = ("image", "path", "url", "image_url")
 
 class ImageEncoder(Encoder):
     """Encodes rows with images by a processor, and rows of text by its tokenizer."""
+
+    tokens_suffice = False
 
     def __init__(self, processor: Any, **options: Any):
         super().__init__(processor.tokenizer, **options)
@@ -124,6 +127,13 @@ class ImageTokenizer:
             text_tokens=len(self._is_image),
             special_tokens=self._special_tokens,
         )
+
+
+def image_sample(processor: Any, text: str, images: Sequence[Any]) -> Sample:
+    """Return the sample of a text with a placeholder for each image."""
+    tokenizer = ImageTokenizer(processor, images)
+    ids = tokenizer(text)["input_ids"]
+    return Sample(ids, images=tokenizer.sample_images(len(ids)) if images else None)
 
 
 def _original_offsets(offsets: np.ndarray, replaced: list[dict]) -> tuple[np.ndarray, np.ndarray]:

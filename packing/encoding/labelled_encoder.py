@@ -23,6 +23,8 @@ class LabelledEncoder(Encoder):
     ([97, 98], 1)
     """
 
+    tokens_suffice = False
+
     def encode(self, rows: Sequence[Any]) -> list[Sample | ValueError]:
         name = self.label_column
         assert name is not None

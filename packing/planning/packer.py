@@ -155,10 +155,8 @@ class Packer:
         pack = Pack(tokens, labels, cu_seqlens, budget, numbers, sources, first_positions)
         targets = [samples[number].target for number in numbers.tolist()]
         pack.targets = cut_targets(targets, starts, lengths)
-        images = [samples[number].images for number in numbers.tolist()]
-        if any(images):
-            check_uncut(images, lengths)
-            pack.images = images
+        pack.images = [samples[number].images for number in numbers.tolist()]
+        check_uncut(pack.images, lengths)
         if parent_counts is not None and parent_counts[segments].any():
             pack.parent_label_counts = parent_counts[segments]
         begun = [samples[number] for number in numbers[starts == 0].tolist()]

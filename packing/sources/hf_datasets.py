@@ -42,7 +42,8 @@ def token_arrays(data: Any, name: str, source: int = 0) -> list[TokenArray] | No
         return None
     if data._indices is not None:
         data = data.flatten_indices()
-    refuse_images(data.column_names)
+    if "pixel_values" in data.column_names:
+        refuse_images({"pixel_values": True})
     columns = [column for column in TOKEN_COLUMNS if column in data.column_names]
     arrays, row = [], 0
     try:

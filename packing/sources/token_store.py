@@ -16,12 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..images import check_uncut
 from ..numba_jit import jit
 from ..planning.planner import Plan
 from ..sample import IGNORE_INDEX, Sample
 from ..state.fingerprint import Fingerprint
-from ..targets import cut_targets
 from ..token_ids import MAX_TOKEN_ID
 from .document_checks import documents_unshifted, invalid_error
 from .mapped_file import MappedFile
@@ -229,22 +227,10 @@ class TokenStore:
             return tokens.stop - tokens.start - 1
         return int(np.count_nonzero(labels[1:] != IGNORE_INDEX))
 
-    def targets(self, rows: PackedRows) -> list[Any] | None:
-        """Return the target of each segment; None if documents have none."""
-        if not any(array.targets for array in self.arrays):
-            return None
-        return cut_targets(self._attached("targets", rows), rows.starts, rows.lengths)
-
-    def images(self, rows: PackedRows) -> list[Any] | None:
-        """Return the images of each segment; None if no document has any."""
-        if not any(array.images for array in self.arrays):
-            return None
-        images = self._attached("images", rows)
-        check_uncut(images, rows.lengths)
-        return images
-
-    def _attached(self, name: str, rows: PackedRows) -> list[Any]:
-        """Return what the documents of the segments have besides tokens, or None."""
+    def attached(self, name: str, rows: PackedRows) -> list[Any]:
+        """Return the `targets` or `images` of each segment's document; [] if none has any."""
+        if not any(getattr(array, name) for array in self.arrays):
+            return []
         numbers = self.array_of(rows.documents)
         indices = (rows.documents - self.first_documents[numbers]).tolist()
         of_arrays = (getattr(self.arrays[number], name) for number in numbers.tolist())

@@ -112,6 +112,12 @@ def content_ranges(
     return [(start, min(start + step, num_entries)) for start in starts]
 
 
+def processor_settings(processor: Any) -> dict[str, str]:
+    """Identify how a processor makes tokens and pixels, as an entry of settings; {} without one."""
+    names = {} if processor is None else {"processor": processor}
+    return {name: Fingerprint(each.to_json_string()).text() for name, each in names.items()}
+
+
 def tokenizer_fingerprint(tokenizer: Any, template: bool = True) -> str | None:
     """Identify a tokenizer by its vocabulary, special tokens, chat template and a test text.
 
