@@ -62,15 +62,10 @@ def measure_leak(
     samples = draw(0) if draw else _samples(model, lengths or _short_row(collator))
     if len(samples) < 2:
         return 0.0  # a pack of one sequence cannot leak
-    batch = _batch(model, collator, samples, budget)
+    batch, owners = _batch(model, collator, samples, budget), _pixel_owners(samples)
+    lengths = [len(sample) for sample in samples]
     with preserve_rng(), module_mode(model, training=True):
-        return leaked_gradient(
-            model,
-            batch,
-            [len(sample) for sample in samples],
-            mask_documents,
-            _pixel_owners(samples),
-        )
+        return leaked_gradient(model, batch, lengths, mask_documents, owners)
 
 
 def _pixel_owners(samples: list[Sample]) -> Tensor | None:

@@ -146,9 +146,7 @@ def _find_fault(
             )
     difference = draw and measure_difference(model, collator, [], mask, draw=draw)
     if difference:
-        return (
-            f"computes packed samples with images differently (logits differ by {difference:.2g})"
-        )
+        return f"computes packed images differently than alone (by {difference:.2g})"
     return ""
 
 
