@@ -59,13 +59,10 @@ class SampleImages:
             inputs["position_ids"] = mrope_positions(types, inputs["image_grid_thw"], merge)
         return inputs
 
-    def inputs_alone(self) -> dict[str, Any]:
+    def inputs_alone(self) -> dict[str, np.ndarray]:
         """Return the inputs of a model for the text alone, which finds the positions itself."""
-        import torch
-
         found = process(self.processor, self.text, self.references, self.special_tokens)
-        del found["attention_mask"]
-        return {name: torch.as_tensor(np.asarray(found[name])) for name in found}
+        return {name: np.asarray(found[name]) for name in found if name != "attention_mask"}
 
     def fingerprint(self) -> str:
         """Identify the images: files by name and size, others by their content."""

@@ -90,6 +90,8 @@ class ImageTokenizer:
 
     def apply_chat_template(self, messages: list, *, tokenize: bool, **options: Any) -> Any:
         options["chat_template"] = self.chat_template
+        if tokenize and not self.images:
+            return self.processor.tokenizer.apply_chat_template(messages, tokenize=True, **options)
         if not tokenize:
             return self.processor.apply_chat_template(messages, tokenize=False, **options)
         raise ValueError(

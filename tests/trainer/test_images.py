@@ -38,7 +38,8 @@ def one_by_one(model, documents: list) -> tuple[float, dict[str, torch.Tensor]]:
     for sample in documents:
         inputs = {"input_ids": torch.from_numpy(sample.tokens)[None]}
         if sample.images is not None:
-            inputs = sample.images.inputs_alone()
+            alone = sample.images.inputs_alone()
+            inputs = {name: torch.from_numpy(value) for name, value in alone.items()}
         labels = torch.from_numpy(sample.labels)[None]
         own = int((labels != IGNORE_INDEX).sum())
         losses.append(model(**inputs, labels=labels, use_cache=False).loss * own)

@@ -122,7 +122,8 @@ def _differences(
     for sample, together in list(zip(samples, packed, strict=True))[-3:]:
         batch = _batch(model, collator, [sample], budget)
         if sample.images is not None:
-            batch = _to_device(sample.images.inputs_alone(), model)
+            inputs = sample.images.inputs_alone().items()
+            batch = _to_device({name: torch.from_numpy(each) for name, each in inputs}, model)
         (alone,) = _logits(model, batch, [len(sample)], mask)
         if "pixel_values" in batch:
             batch["pixel_values"] = _perturb_by_one_rounding(batch["pixel_values"])[1]
