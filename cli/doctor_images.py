@@ -6,13 +6,12 @@ start of a training run can check its images.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 
 from ..trainer.loss import attach_loss
-from ..trainer.monitoring.packing_check import image_samples, measure_difference, measure_leak
+from ..trainer.monitoring import measure_images
 from .terminal import console, printable
 
 BUDGET = 8192
@@ -33,18 +32,16 @@ def report_images(name: str, kind: Any, path: str | None) -> int:
     path: of a checkpoint with its processor; None: there are no weights.
     """
     if path is None:
-        return _say(
-            name, kind, "not checked: pass the folder of a checkpoint with its processor", 2
-        )
+        advice = "pass the folder of a checkpoint with its processor"
+        return _say(name, kind, f"not checked: {advice}", 2)
     from transformers import AutoProcessor
 
     try:
-        processor = AutoProcessor.from_pretrained(path)
-        model = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="nopad")
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
+        options = {"dtype": torch.float32, "attn_implementation": "nopad"}
+        model = kind.from_pretrained(path, **options)
         attach_loss(model)
-        draw = partial(image_samples, processor, BUDGET)
-        leak = measure_leak(model, draw=draw)
-        difference = measure_difference(model, None, [], draw=draw)
+        leak, difference = measure_images(model, processor, BUDGET)
     except (ValueError, OSError, ImportError) as error:  # refused with its reason
         return _say(name, kind, f"refused: {error}", 2)
     if leak or difference:

@@ -73,8 +73,8 @@ LAYERS = {
     "packing": [
         {"dataset", "pipeline"}, {"readers"}, {"encoding"}, {"sources"}, {"settings"},
         {"planning"}, {"state"}, {"ordering"}, {"pack"},
-        {"sample", "targets", "images", "document_starts", "token_ids", "numba_jit", "preparation_progress",
-         "argument_checks"},
+        {"sample", "targets", "images", "document_starts", "token_ids", "numba_jit",
+         "preparation_progress", "argument_checks"},
     ],
     "attention": [
         {"hf"}, {"attend", "custom_ops", "head_exchange"}, {"backends"}, {"paging"},

@@ -386,7 +386,7 @@ def test_images_of_a_checkpoint_are_checked_with_its_processor(
 
     tiny_vlm.model("smolvlm").save_pretrained(tmp_path)
     processor = tiny_vlm.processor("smolvlm")
-    monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda path: processor)
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda *a, **k: processor)
     if fault:
         right = packed.media_inputs
         monkeypatch.setattr(

@@ -235,6 +235,15 @@ def image_samples(processor: Any, budget: int, seed: int = 0) -> list[Sample]:
     return samples if sum(map(len, samples)) <= budget else samples[::2]
 
 
+def measure_images(model: Any, processor: Any, budget: int) -> tuple[float, float]:
+    """Return the leak and the difference of samples with images, for a model with its processor.
+
+    budget: tokens that the samples together may have.
+    """
+    draw = partial(image_samples, processor, budget)
+    return measure_leak(model, draw=draw), measure_difference(model, None, [], draw=draw)
+
+
 def _batch(model: Any, collator: Any, samples: list[Sample], budget: int | None) -> dict[str, Any]:
     """Return a batch without labels; collators of fixed shapes pad it to the budget."""
     tokens = sum(map(len, samples))
