@@ -173,3 +173,10 @@ def test_workers_make_the_same_pixels(tmp_path):
         assert set(ours) == set(theirs)
         for name, value in ours.items():
             assert np.array_equal(np.asarray(value), np.asarray(theirs[name])), name
+
+
+def test_a_validation_set_has_images_like_the_training_set():
+    from nopad.trainer.data.plain_data import pack_like
+
+    data = pack_like(dataset("smolvlm"), tiny_vlm.chats())
+    assert sum(each is not None for pack in data for each in pack.images) == 3
