@@ -117,7 +117,7 @@ def load_image(reference: Any) -> Any:
             reference = Image.fromarray(reference)
         return reference.convert("RGB")
     except FileNotFoundError:
-        raise ValueError(f"image {reference} does not exist") from None
+        raise ValueError(f"image {reference!s:.200} does not exist") from None
     except (UnidentifiedImageError, OSError, AttributeError, TypeError) as error:
         raise ValueError(f"image {reference!r:.200} cannot be read: {error}") from None
 

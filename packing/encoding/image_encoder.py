@@ -47,6 +47,9 @@ class ImageEncoder(Encoder):
                 results[i] = as_value_error(error)
         others = [i for i, result in enumerate(results) if result is None]
         for i, sample in zip(others, super().encode([rows[i] for i in others]), strict=True):
+            is_read = isinstance(sample, Sample)
+            if is_read and (sample.tokens == self.processor.image_token_id).any():
+                sample = ValueError(f"a {self.processor.image_token} in the row has no image")
             results[i] = sample
         return results
 

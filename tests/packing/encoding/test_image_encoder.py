@@ -93,6 +93,7 @@ WRONG = [
     ({"input_ids": [5, 6], "images": [tiny_vlm.image(8, 8)]}, "the row has images"),
     ({"input_ids": [5, 6], "pixel_values": [[0.0]]}, "the row has images"),
     ({"text": "<|image_pad|>", "images": [tiny_vlm.image(8, 8)]}, "no text to train on"),
+    ({"text": "a <|image_pad|> b"}, "in the row has no image"),
 ]
 
 
