@@ -12,7 +12,8 @@ reaches another document. The last lines say where each may be used: in your own
 nopad's Engine, and in nopad's trainers, which repair the masks of stock attention.
 A tiny model has every kind of layer in its config or, without a config, every kind its type can
 have; the last line names kinds that are missing.
-Encoders are checked as masked LMs, and checkpoints of classifiers with their head.
+Encoders are checked as masked LMs, checkpoints of classifiers with their head, and checkpoints of
+vision-language models with images.
 Exit status: 0 if every implementation that ran is isolated, 1 if one leaks or is wrong in your
 own loop or in the Engine, 2 if nothing could be checked because the model cannot be loaded or
 built, or no implementation runs it here.
@@ -157,10 +158,11 @@ def _report_parity(name: str, model: Any, lacks: list[str]) -> int:
 
 
 def _other_head(name: str, tiny: bool) -> Callable[[], int] | None:
-    """Return the check of an encoder or a classifier; None for a causal LM."""
+    """Return the check of an encoder, a classifier or a model of images; None for a causal LM."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from .doctor_heads import head_class, report_head
+    from .doctor_images import image_class, report_images
 
     try:
         path = resolve_path(name)
@@ -168,12 +170,14 @@ def _other_head(name: str, tiny: bool) -> Callable[[], int] | None:
         if is_adapter(path):
             return None
         config = CONFIG_MAPPING[name]() if is_type else _load_config(path)
-        kind = head_class(config)
+        kind, sees_images = head_class(config), image_class(config)
     except Exception:  # `_load` raises it again, and says so
         return None
+    is_tiny = tiny or is_type or not has_weights(path)
+    if kind is None and sees_images is not None:
+        return partial(report_images, name, sees_images, None if is_tiny else path)
     if kind is None:
         return None
-    is_tiny = tiny or is_type or not has_weights(path)
     return partial(report_head, name, kind, config, None if is_tiny else path)
 
 

@@ -7,7 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from ..packing import Pack, Sample, add_target, check_masks, make_sample, row_inner_starts
+from ..packing import (
+    Pack,
+    Sample,
+    add_target,
+    check_masks,
+    make_sample,
+    refuse_images,
+    row_inner_starts,
+)
 
 LABELS = ("label", "label_ids")
 """Columns with the label of a document, or with one for each token."""
@@ -36,6 +44,7 @@ def _documents(row: Any) -> list[Sample]:
         raise ValueError(f"a row must be a dict with `input_ids`, got {type(row).__name__}")
     if "input_ids" not in row:
         raise ValueError(f"a row needs `input_ids`, got the keys {sorted(row)}")
+    refuse_images(row)
     check_masks(row)
     sample = make_sample(row["input_ids"], row.get("labels"))
     for name in LABELS:

@@ -22,6 +22,7 @@ import torch
 from ..packing import IGNORE_INDEX, MAX_TOKEN_ID, Pack, Sample, check_flags, jit
 from .document_labels import document_labels
 from .features import as_samples
+from .media_inputs import media_inputs
 from .sample_weights import parent_label_counts, sample_weights
 
 
@@ -121,7 +122,7 @@ class PackedCollator:
             label_counts = parent_label_counts(packs, widths, len(bounds) - 1)
             weights = sample_weights(labels.ravel(), bounds, label_counts)
             batch["loss_weights"] = torch.from_numpy(weights.reshape(labels.shape))
-        return batch
+        return batch | media_inputs(packs, widths, batch["position_ids"])
 
     def _fixed_length(self, longest: int, budget: int) -> int:
         fixed = self.max_length or budget

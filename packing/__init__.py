@@ -16,7 +16,7 @@ from .planning.packer import Packer
 from .planning.planner import Plan, Planner
 from .sample import IGNORE_INDEX, Sample
 from .targets import add_target, is_per_token
-from .token_ids import MAX_TOKEN_ID, check_masks, make_sample, validate_token_ids
+from .token_ids import MAX_TOKEN_ID, check_masks, make_sample, refuse_images, validate_token_ids
 
 if TYPE_CHECKING:
     from .dataset import PackedDataset
@@ -39,6 +39,7 @@ __all__ = [
     "jit",
     "make_sample",
     "pack_lengths",
+    "refuse_images",
     "row_inner_starts",
     "tokenize",
     "validate_token_ids",

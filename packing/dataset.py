@@ -42,7 +42,7 @@ from .sources.mapped_index import JoinedLengths
 from .sources.source import RowSource
 from .state.progress import Progress, index_and_cursor
 from .state.run_state import VERSION, check_state, is_finished
-from .targets import check_labelled
+from .targets import check_unsplit
 
 
 class PackedDataset(IterableDataset):
@@ -58,6 +58,8 @@ class PackedDataset(IterableDataset):
             dataset), a list, an iterable, a function that returns an iterator, a datasets.Dataset,
             or a list of (source, weight).
         tokenizer: a Hugging Face tokenizer or a function from text to ids; for rows without ids.
+            A processor, for rows with images: samples are then never cut, and too long ones raise,
+            unless they are dropped.
         budget: tokens that a pack may hold.
         seed: determines the order of documents and packs; a trainer's seed does not change it.
         epochs: number of epochs in one pass, or None for no end.
@@ -163,7 +165,7 @@ class PackedDataset(IterableDataset):
             tokenizer, label_column, text_column=text_column, format=format, add_eos=add_eos,
             vocab_size=vocab_size,
         )  # fmt: skip
-        packer = check_labelled(label_column, {
+        packer = check_unsplit(encoder, {
             "budget": budget, "pool": pool, "strategy": strategy, "overflow": overflow,
             "pad_to_multiple_of": pad_to_multiple_of, "max_length": max_length,
             "continue_positions": continue_positions, "pad_token_id": pad_token_id,

@@ -59,6 +59,8 @@ class Pack:
     sample, 0. None if no sample was split."""
     targets: list[Any] | None = None
     """The target of each sequence (`targets.py`); None if samples have none."""
+    images: list[Any] | None = None
+    """The images of each sequence (`images.py`), or None for those without."""
 
     def __post_init__(self):
         assert self.cu_seqlens.item(-1) == len(self.tokens) <= self.budget
@@ -87,6 +89,7 @@ class Pack:
             sources=np.array([sample.source for sample in samples], np.int16),
             first_positions=np.zeros(len(samples), np.int64),
             targets=None if all(target is None for target in targets) else targets,
+            images=[sample.images for sample in samples],
             **fields,
         )
 

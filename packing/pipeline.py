@@ -36,7 +36,7 @@ def open_sources(
             number=number,
             glob=glob,
             dtype=dtype,
-            as_rows=encoder.label_column is not None,
+            as_rows=not encoder.tokens_suffice,
         )
         for number, (source, _) in enumerate(pairs)
     ]
@@ -76,7 +76,7 @@ def build_packs(
     errors = skipped if settings.skips_errors else None
     arrays: list[TokenArray] = []
     for number, source in enumerate(opened):
-        if isinstance(source, RowSource) and token_cache is not None and not encoder.label_column:
+        if isinstance(source, RowSource) and token_cache is not None and encoder.tokens_suffice:
             arrays += token_cache.encode(source, encoder, errors, number, max_length)
         elif isinstance(source, RowSource):
             arrays.append(encode_source(source, encoder, errors, number, max_length))

@@ -27,6 +27,8 @@ class Sample:
     """Index of the mixture's source that the sample comes from."""
     target: Any = None
     """The label of the document, or of each token, for other heads than an LM's (`targets.py`)."""
+    images: Any = None
+    """The images of the document (`images.py`), if it has any."""
 
     def __post_init__(self):
         tokens = np.asarray(self.tokens)

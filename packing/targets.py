@@ -95,15 +95,18 @@ def cut_targets(
     return cut
 
 
-def check_labelled(label_column: str | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a packer of documents with targets, or raise if they do not fit.
+def check_unsplit(encoder: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a packer of documents with targets or images, or raise if none fits.
 
-    A document that is too long raises, unless it is to be truncated or dropped.
+    A document that is too long raises, unless it is to be dropped or, with targets, truncated.
     """
-    if label_column is None:
+    if encoder.tokens_suffice:
         return settings
     if settings["strategy"] == "concat":
-        raise ValueError('strategy="concat" splits documents, which have one label each: omit it')
+        what = "have one label each" if encoder.processor is None else "may have images"
+        raise ValueError(f'strategy="concat" splits documents, which {what}: omit it')
+    if encoder.processor is not None and settings["overflow"] == "truncate":
+        raise ValueError('overflow="truncate" would cut images: pass "drop", or omit it')
     if settings["pad_to_multiple_of"] != 1:
         raise ValueError("pad_to_multiple_of= pads documents, whose heads would read it: omit it")
     return {**settings, "overflow": "error"} if settings["overflow"] == "split" else settings

@@ -48,6 +48,28 @@ def validate_token_ids(ids: Any, name: str = "input_ids") -> np.ndarray:
     return ids.astype(np.int64)
 
 
+IMAGE_PARTS = ("image", "image_url")
+"""Types of the parts of a message that are images."""
+
+
+def refuse_images(row: Mapping[str, Any]) -> None:
+    """Raise if a row, or a message of a chat, has images, which would be ignored."""
+    names = [name for name in ("images", "pixel_values") if name in row]
+    found = any(row[name] is not None and _is_filled(row[name]) for name in names)
+    parts = row.get("content")
+    if isinstance(parts, list):
+        found = found or any(part.get("type") in IMAGE_PARTS for part in parts)
+    if found:
+        raise ValueError(
+            "the row has images: pass messages, or text and images, and "
+            "PackedDataset(tokenizer=AutoProcessor.from_pretrained(...))"
+        )
+
+
+def _is_filled(value: Any) -> bool:
+    return not isinstance(value, list | tuple) or len(value) > 0
+
+
 def make_sample(ids: Any, labels: Any = None, vocab_size: int | None = None) -> Sample:
     """Build a sample from a row's token ids and labels, or raise if they are invalid."""
     ids = validate_token_ids(ids)

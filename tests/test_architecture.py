@@ -47,6 +47,7 @@ ONLY_IN = {
     ("packing", "datasets"): "packing/sources/",
     ("packing", "fsspec"): "packing/sources/remote/",
     ("packing", "ray"): "packing/encoding/ray_tasks.py",
+    ("packing", "PIL"): "packing/images.py",
     ("packing", "fastokens"): "packing/encoding/text_encoder.py",
     ("packing", "torch"): "packing/dataset.py",
     ("packing", "runtime"): "packing/dataset.py",
@@ -72,8 +73,8 @@ LAYERS = {
     "packing": [
         {"dataset", "pipeline"}, {"readers"}, {"encoding"}, {"sources"}, {"settings"},
         {"planning"}, {"state"}, {"ordering"}, {"pack"},
-        {"sample", "targets", "document_starts", "token_ids", "numba_jit", "preparation_progress",
-         "argument_checks"},
+        {"sample", "targets", "images", "document_starts", "token_ids", "numba_jit",
+         "preparation_progress", "argument_checks"},
     ],
     "attention": [
         {"hf"}, {"attend", "custom_ops", "head_exchange"}, {"backends"}, {"paging"},

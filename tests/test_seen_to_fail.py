@@ -1704,6 +1704,60 @@ FAULTS = {
         "nopad.cli.doctor_heads",
         "leaked_gradient = lambda *a: 0.0",
     ),
+    "tokens of images are labels": (
+        "packing/encoding/test_image_encoder.py::"
+        "test_text_and_completions_with_images_label_text_alone[False-smolvlm]",
+        "nopad.packing.encoding.image_encoder",
+        "ImageTokenizer.is_image = lambda self, n: np.zeros(n, bool)",
+    ),
+    "a tokenizer ignores images": (
+        "packing/encoding/test_image_encoder.py::"
+        "test_a_tokenizer_refuses_images_which_it_would_ignore",
+        "nopad.packing.token_ids", "refuse_images = lambda row: None",
+    ),
+    "positions of images continue from the document before": (
+        "packing/test_images.py::"
+        "test_positions_restart_in_every_sample_and_images_follow_their_samples",
+        "nopad.packing.images",
+        "right, end = mrope_positions, [0]\n"
+        "def mrope_positions(*a, **k):\n"
+        "    found = right(*a, **k) + end[0]\n"
+        "    end[0] = found.max() + 1\n"
+        "    return found",
+    ),
+    "an image is cut in two": (
+        "packing/test_images.py::test_a_sample_with_images_is_never_cut",
+        "nopad.packing.images", "check_uncut = lambda *a: None",
+    ),
+    "the grid of an image goes to its neighbour": (
+        "trainer/test_images.py::"
+        "test_the_start_check_passes_images_and_catches_those_of_a_neighbour[qwen2_5_vl]",
+        "nopad.collators.media_inputs",
+        "right = _concatenate\n"
+        "_concatenate = lambda name, inputs: right(\n"
+        "    name, inputs[::-1] if name == 'image_grid_thw' else inputs)",
+    ),
+    "an image goes to its neighbour": (
+        "trainer/test_images.py::"
+        "test_a_model_learns_from_packed_images_what_it_learns_one_by_one[smolvlm-nopad]",
+        "nopad.collators.media_inputs",
+        "right = _concatenate\n"
+        "_concatenate = lambda name, inputs: right(name, inputs[::-1])",
+    ),
+    "the tower gets the boundaries of the text": (
+        "trainer/test_images.py::"
+        "test_a_model_learns_from_packed_images_what_it_learns_one_by_one[qwen2_5_vl-nopad]",
+        "nopad.attention.hf.model_types", "is_vision = lambda config: False",
+    ),
+    "the start check has no images": (
+        "trainer/test_images.py::"
+        "test_the_start_check_catches_a_tower_whose_images_see_each_other",
+        "nopad.trainer.monitoring.preflight", "_image_samples = lambda *a: None",
+    ),
+    "the engine ignores images": (
+        "inference/test_engine.py::test_messages_with_images_are_refused",
+        "nopad.inference.requests.tokenization", "_has_media = lambda content: False",
+    ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..attend import attend
 from ..varlen import Varlen, batch_cache, start_batch
@@ -21,6 +22,7 @@ from .call_check import check_call, check_lengths, check_model, check_not_sliced
 from .forward_context import current_varlen
 from .layer_check import record_call
 from .mask_patch import ATTN_IMPLEMENTATION, refuse_mask
+from .model_types import is_vision
 from .step_attention import STEP, step_attention
 
 
@@ -49,6 +51,9 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend through Transformers' attention interface: (B, H, T, D) in, (B, T, H, Dv) out."""
+    if is_vision(getattr(module, "config", None)):  # the boundaries are those of the text
+        kwargs |= {"scaling": scaling, "dropout": dropout, "is_causal": is_causal}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     check_call(module, query, key, attention_mask, dropout, kwargs)
     if cu_seq_lens_q is None:  # in self-attention, keys and queries have the same boundaries
         cu_seq_lens_q, max_length_q = kwargs.get("cu_seq_lens_k"), kwargs.get("max_length_k")

@@ -81,7 +81,11 @@ def probed_logits(
 
 
 def leaked_gradient(
-    model: Any, batch: dict[str, Any], lengths: Sequence[int], mask_documents: bool = False
+    model: Any,
+    batch: dict[str, Any],
+    lengths: Sequence[int],
+    mask_documents: bool = False,
+    pixel_owners: Tensor | None = None,
 ) -> float:
     """Return the largest gradient that reaches other documents, or padding; 0.0 if they are apart.
 
@@ -91,11 +95,16 @@ def leaked_gradient(
     batch: one row, without labels; its tokens after those of the documents are padding.
     lengths: of the documents.
     mask_documents: pass the boundaries to the stock masks.
+    pixel_owners: the document of each image in `pixel_values`; images are examined like tokens.
     """
     row = batch["input_ids"].shape[-1]
     owners = torch.full((row,), len(lengths))
     owners[: sum(lengths)] = torch.repeat_interleave(torch.tensor(lengths))
-    leaks = []
+    leaks, pixels = [], None
+    if pixel_owners is not None:
+        owners = torch.cat([owners, pixel_owners])
+        pixels, used = as_leaf(batch["pixel_values"])
+        batch = {**batch, "pixel_values": used}
     for side in map(torch.tensor, _document_sets(len(lengths))):
         # Once per set: compiled layers free what they saved after one backward.
         with (
@@ -105,7 +114,7 @@ def leaked_gradient(
         ):
             logits, counts = probed_logits(model, batch, lengths, mask_documents)
         probed = torch.repeat_interleave(torch.tensor(counts))
-        by_token = token_gradients(logits, embedded, torch.isin(probed, side))
+        by_token = token_gradients(logits, embedded, torch.isin(probed, side), pixels)
         inside = torch.isin(owners, side)
         leaks.append(by_token.masked_fill(inside, 0.0).max() / by_token[inside].max())
     return torch.stack(leaks).max().item()
@@ -127,16 +136,27 @@ def _document_sets(count: int) -> list[list[int]]:
     return [side for half in halves for side in (half, sorted(set(range(count)) - set(half)))]
 
 
-def token_gradients(logits: Tensor, embedded: list[Tensor], probed: Tensor) -> Tensor:
-    """Return the largest gradient of each embedded token, from random ones of the probed logits."""
+def token_gradients(
+    logits: Tensor, embedded: list[Tensor], probed: Tensor, pixels: Tensor | None = None
+) -> Tensor:
+    """Return the largest gradient of each embedded token, from random ones of the probed logits.
+
+    Those of images, or of their patches, follow.
+    """
     device = logits.device
     generator = torch.Generator(device).manual_seed(0)
     # Random: a gradient of ones is hidden by a norm. Scaled, so that fp16 does not overflow.
     gradient = torch.randn(logits.shape, generator=generator, device=device)
     gradient *= probed.to(device)[:, None] / logits.shape[-1] ** 0.5
-    found = torch.autograd.grad(logits, embedded, gradient.to(logits.dtype), allow_unused=True)
-    by_token = [g.float().abs().amax(-1).view(-1) for g in found if g is not None]
-    return torch.stack(by_token).amax(0).cpu()
+    leaves = embedded if pixels is None else [*embedded, pixels]
+    found = torch.autograd.grad(logits, leaves, gradient.to(logits.dtype), allow_unused=True)
+    by_token = [g.float().abs().amax(-1).view(-1) for g in found[: len(embedded)] if g is not None]
+    largest = torch.stack(by_token).amax(0)
+    if pixels is not None:
+        of_pixels = torch.zeros_like(pixels) if found[-1] is None else found[-1]
+        rows = of_pixels.squeeze(0) if of_pixels.ndim == 5 else of_pixels
+        largest = torch.cat([largest, rows.float().abs().flatten(1).amax(1)])
+    return largest.cpu()
 
 
 @contextmanager

@@ -111,6 +111,11 @@ def has_interface(classes: Iterable[type]) -> bool:
     return not files or any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
 
 
+def is_vision(config: Any) -> bool:
+    """Return whether a config is of a vision tower, whose rows are images and not packs."""
+    return getattr(config, "base_config_key", None) == "vision_config"
+
+
 def refuse_unsupported(config: Any) -> None:
     """Raise if `nopad` cannot serve text models of a config; the mask function calls it.
 

@@ -87,6 +87,8 @@ class TokenizerAdapter:
             tokenizer = self._require("messages")
             if getattr(tokenizer, "chat_template", "") is None:
                 raise ValueError("messages need a chat template, and the tokenizer has none")
+            if any(_has_media(message.get("content")) for message in prompt):
+                raise RequestError("the engine generates from text: images are for training")
             template = tokenizer.apply_chat_template
             options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
             ids = _call_tokenizer(template, prompt, **options)
@@ -222,6 +224,12 @@ def _call_tokenizer(function: Callable[..., Any], prompt: Any, **options: Any) -
 def _is_id_list(prompt: Any) -> bool:
     """Whether a prompt is a list that starts with an id: the most common kind, found fast."""
     return type(prompt) is list and len(prompt) > 0 and type(prompt[0]) is int
+
+
+def _has_media(content: Any) -> bool:
+    """Return whether a message has parts other than text."""
+    parts = content if isinstance(content, list) else ()
+    return any(isinstance(part, Mapping) and part.get("type", "text") != "text" for part in parts)
 
 
 def _is_messages(prompt: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from .chat import encode_chat
 from .encoder import ENCODE_BATCH, Encoder, encode_rows, raise_or_skip
+from .image_encoder import image_sample
 from .report import NO_PACKS, SkippedRows
 
 __all__ = [
@@ -11,5 +12,6 @@ __all__ = [
     "SkippedRows",
     "encode_chat",
     "encode_rows",
+    "image_sample",
     "raise_or_skip",
 ]

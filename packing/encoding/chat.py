@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..sample import IGNORE_INDEX, Sample
+from ..token_ids import refuse_images
 
 TURN_FLAGS = ("weight", "train", "training", "loss")
 """Keys with which a message of OpenAI, Axolotl or ms-swift is excluded from the loss."""
@@ -191,6 +192,8 @@ def _check_messages(tokenizer: Any, messages: Any) -> None:
     for turn, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"message {turn} must be a dict with role and content")
+        if not hasattr(tokenizer, "images"):  # only that of ImageEncoder has images
+            refuse_images(message)
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("no message has the role assistant: there would be no labels")
     if not getattr(tokenizer, "chat_template", None):

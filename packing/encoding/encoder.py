@@ -24,8 +24,8 @@ from ..document_starts import check_not_packed
 from ..planning.overflow import too_long_error
 from ..sample import IGNORE_INDEX, Sample
 from ..sources.source import Row, RowError
-from ..state.fingerprint import tokenizer_fingerprint
-from ..token_ids import LOSS_MASKS, check_masks, make_sample, validate_token_ids
+from ..state.fingerprint import processor_settings, tokenizer_fingerprint
+from ..token_ids import LOSS_MASKS, check_masks, make_sample, refuse_images, validate_token_ids
 from .chat import encode_chat
 from .report import SkippedRows
 from .row_format import RowFormat, format_name, row_format, suggest_format
@@ -42,6 +42,8 @@ class Encoder:
     """
 
     label_column: str | None = None  # LabelledEncoder has one
+    processor: Any = None  # ImageEncoder has one
+    tokens_suffice = True  # samples of these two have more
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class Encoder:
                 if len(parts) == 2:
                     prompts[i] = parts[0]
             except Exception as error:  # a tokenizer or its template may raise anything
-                results[i] = _as_value_error(error)
+                results[i] = as_value_error(error)
         if texts:
             self._check_eos()
         tokenized = self._tokenize(list(texts.values()), with_ends=bool(prompts))
@@ -134,6 +136,7 @@ class Encoder:
 
     def _check_columns(self, row: Mapping) -> None:
         """Raise if several columns of a row without token ids say what to train on."""
+        refuse_images(row)
         forms = dict.fromkeys([(self.text_column,), ("messages",), ("prompt", "completion")])
         if self.text_column in ("prompt", "completion"):  # the user chose one of the two
             del forms["prompt", "completion"]
@@ -180,12 +183,13 @@ class Encoder:
     def _encode_row(self, row: Any) -> Sample:
         if isinstance(row, Sample):
             sample = make_sample(row.tokens, row.labels, self.vocab_size)
-            return replace(sample, target=row.target)
+            return replace(sample, target=row.target, images=row.images)
         if isinstance(row, list | tuple) or hasattr(row, "__array__"):
             return make_sample(row, None, self.vocab_size)
         if not isinstance(row, Mapping):
             raise ValueError(f"a row must be a dict, text or token ids, got {type(row).__name__}")
         if "input_ids" in row:
+            refuse_images(row)
             check_masks(row)
             sample = make_sample(row["input_ids"], row.get("labels"), self.vocab_size)
             check_not_packed(row, len(sample))
@@ -241,14 +245,14 @@ class Encoder:
             if len(texts) == 1 and any("\ud800" <= letter <= "\udfff" for letter in texts[0]):
                 return [ValueError("the text has a surrogate, half a character: remove it")]
             if len(texts) == 1:
-                return [_as_value_error(error)]
+                return [as_value_error(error)]
             return [tokens for text in texts for tokens in self._tokenize([text], with_ends)]
 
     def _tokenize_or_error(self, text: str) -> _Tokens | ValueError:
         try:
             return _Tokens(validate_token_ids(self.tokenizer(text), "the tokenizer's output"))
         except Exception as error:  # a tokenizer may raise anything on hostile text
-            return _as_value_error(error)
+            return as_value_error(error)
 
     def _require_tokenizer(self) -> Any:
         if self.tokenizer is None:
@@ -275,6 +279,8 @@ def _check_tokenizer(tokenizer: Any) -> None:
         raise ValueError(
             f"tokenizer={name!r} is a name: pass AutoTokenizer.from_pretrained({name!r})"
         )
+    if hasattr(tokenizer, "image_processor"):
+        raise ValueError("a processor cannot encode a corpus of tokens: pass processor.tokenizer")
     if tokenizer is not None and not callable(tokenizer):
         raise ValueError(
             f"tokenizer is a {type(tokenizer).__name__}: pass a Hugging Face tokenizer, or a "
@@ -309,7 +315,7 @@ def _check_text(value: Any, name: str) -> str:
     return value
 
 
-def _as_value_error(error: Exception) -> ValueError:
+def as_value_error(error: Exception) -> ValueError:
     return error if type(error) is ValueError else ValueError(f"{type(error).__name__}: {error}")
 
 
@@ -321,6 +327,7 @@ def encoded_settings(encoder: Encoder) -> dict[str, Any]:
         "add_eos": encoder.eos_token_id,
         "tokenizer": tokenizer_fingerprint(encoder.tokenizer),
         **({"label_column": encoder.label_column} if encoder.label_column else {}),
+        **processor_settings(encoder.processor),
     }
 
 

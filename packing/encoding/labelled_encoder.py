@@ -8,6 +8,7 @@ from typing import Any
 from ..sample import Sample
 from ..targets import add_target
 from .encoder import Encoder
+from .image_encoder import ImageEncoder
 
 SEGMENTS = "token_type_ids"
 
@@ -21,6 +22,8 @@ class LabelledEncoder(Encoder):
     >>> sample.tokens.tolist(), sample.target
     ([97, 98], 1)
     """
+
+    tokens_suffice = False
 
     def encode(self, rows: Sequence[Any]) -> list[Sample | ValueError]:
         name = self.label_column
@@ -50,7 +53,14 @@ class LabelledEncoder(Encoder):
 
 
 def make_encoder(tokenizer: Any, label_column: str | None, **options: Any) -> Encoder:
-    """Return the encoder of rows with labels in a column; None: of rows without."""
+    """Return the encoder of rows with labels in a column; None: of rows without.
+
+    tokenizer: or a processor, for rows with images.
+    """
+    if hasattr(tokenizer, "image_processor") and label_column is not None:
+        raise ValueError(f"label_column={label_column!r}: heads on models of images are not packed")
+    if hasattr(tokenizer, "image_processor"):
+        return ImageEncoder(tokenizer, **options)
     if label_column is None:
         return Encoder(tokenizer, **options)
     if not isinstance(label_column, str) or label_column == options["text_column"]:

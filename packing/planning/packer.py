@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..argument_checks import check_flags, check_ints
+from ..images import check_uncut
 from ..pack import Pack
 from ..sample import IGNORE_INDEX, Sample
 from ..targets import cut_targets
@@ -154,6 +155,8 @@ class Packer:
         pack = Pack(tokens, labels, cu_seqlens, budget, numbers, sources, first_positions)
         targets = [samples[number].target for number in numbers.tolist()]
         pack.targets = cut_targets(targets, starts, lengths)
+        pack.images = [samples[number].images for number in numbers.tolist()]
+        check_uncut(pack.images, lengths)
         if parent_counts is not None and parent_counts[segments].any():
             pack.parent_label_counts = parent_counts[segments]
         begun = [samples[number] for number in numbers[starts == 0].tolist()]

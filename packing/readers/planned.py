@@ -20,6 +20,7 @@ from itertools import count
 import numpy as np
 
 from ..encoding.report import NO_PACKS, SkippedRows, add_counts, build_report
+from ..images import check_uncut
 from ..ordering.mixture import MixedOrder, Mixture, has_schedule
 from ..ordering.permutation import epoch_order
 from ..ordering.rank_shard import Position, RankShard
@@ -32,6 +33,7 @@ from ..settings import PackSettings
 from ..sources.remote import prefetch
 from ..sources.token_store import TokenStore
 from ..state.run_state import check_packs_left, end_epoch_of
+from ..targets import cut_targets
 
 GATHER_TOKENS = 1 << 17
 """Tokens gathered per call: enough to amortize the call, few enough to stay in the cache."""
@@ -270,7 +272,10 @@ class PlannedPacks:
             if not packer["continue_positions"]:
                 starts = np.zeros_like(starts)
             samples = self.store.numbers_in_source(rows.documents)
-            sources, targets = self.store.sources(rows.documents), self.store.targets(rows)
+            sources = self.store.sources(rows.documents)
+            targets, images = (self.store.attached(name, rows) for name in ("targets", "images"))
+            targets = cut_targets(targets, rows.starts, rows.lengths)
+            check_uncut(images, rows.lengths)
             parent_counts = None
             if packer["overflow"] == "split":
                 parent_counts = self.store.parent_label_counts(rows)
@@ -294,6 +299,7 @@ class PlannedPacks:
                     cursor,
                     parent_counts if parent_counts is None else parent_counts[c:d],
                     targets if targets is None else targets[c:d],
+                    images[c:d] or None,
                 )
 
 

@@ -23,7 +23,7 @@ from ..document_starts import BOUNDARY_COLUMNS, Lists, inner_starts
 from ..state.content_key import HashedStream
 from ..state.fingerprint import Fingerprint
 from ..state.run_state import is_non_negative_int
-from ..token_ids import LOSS_MASKS, check_masks
+from ..token_ids import LOSS_MASKS, check_masks, refuse_images
 from .in_memory import row_or_error
 from .indexed_source import IndexedSource
 from .null_fields import drop_null_fields
@@ -42,6 +42,8 @@ def token_arrays(data: Any, name: str, source: int = 0) -> list[TokenArray] | No
         return None
     if data._indices is not None:
         data = data.flatten_indices()
+    if "pixel_values" in data.column_names:
+        refuse_images({"pixel_values": True})
     columns = [column for column in TOKEN_COLUMNS if column in data.column_names]
     arrays, row = [], 0
     try:
@@ -174,7 +176,9 @@ class IterableDatasetSource(RowSource):
                 f"{name} was shuffled through a buffer, which no state can restore: pass it "
                 "unshuffled; PackedDataset(shuffle=...) shuffles blocks and resumes exactly"
             )
-        self.data, self.name = data, name
+        # Decoded images of samples that wait for a pack would take too much memory.
+        self.data = data.decode(False) if "Image(" in str(data.features) else data
+        self.name = name
 
     def read(self, shard, shards, cursor=None, shuffle_key=None):
         divisible = self.data.num_shards % shards == 0

@@ -20,7 +20,6 @@ from ..numba_jit import jit
 from ..planning.planner import Plan
 from ..sample import IGNORE_INDEX, Sample
 from ..state.fingerprint import Fingerprint
-from ..targets import cut_targets
 from ..token_ids import MAX_TOKEN_ID
 from .document_checks import documents_unshifted, invalid_error
 from .mapped_file import MappedFile
@@ -49,6 +48,8 @@ class TokenArray:
     """What is known of a corpus that this is a shard of: its content was checked when written."""
     targets: Sequence[Any] = ()
     """The target of each document (`targets.py`), if they have one."""
+    images: Sequence[Any] = ()
+    """The images of each document (`images.py`), if any has some."""
 
     @property
     def is_remote(self) -> bool:
@@ -67,7 +68,9 @@ class TokenArray:
         explicit = None if np.array_equal(default_labels, labels) else labels
         targets = [sample.target for sample in samples]
         targets = () if all(target is None for target in targets) else targets
-        return cls(name, flat, begins, lengths, explicit, source, targets=targets)
+        images = [sample.images for sample in samples]
+        images = images if any(images) else ()
+        return cls(name, flat, begins, lengths, explicit, source, targets=targets, images=images)
 
     def check_file(self) -> None:
         """Raise if the mapped file was truncated: reading beyond its end would kill the process."""
@@ -96,7 +99,10 @@ class TokenArray:
         """Identify the documents by their lengths and content."""
         self.check_file()
         tokens = tokens_fingerprint(self.lengths, self.flat, self.labels)
-        return Fingerprint(tokens).row(list(self.targets)).text() if self.targets else tokens
+        if not self.targets and not self.images:
+            return tokens
+        images = [each and each.fingerprint() for each in self.images]
+        return Fingerprint(tokens, *images).row(list(self.targets)).text()
 
 
 def tokens_fingerprint(lengths: Any, flat: Any, labels: Any) -> str:
@@ -221,15 +227,14 @@ class TokenStore:
             return tokens.stop - tokens.start - 1
         return int(np.count_nonzero(labels[1:] != IGNORE_INDEX))
 
-    def targets(self, rows: PackedRows) -> list[Any] | None:
-        """Return the target of each segment; None if documents have none."""
-        if not any(array.targets for array in self.arrays):
-            return None
+    def attached(self, name: str, rows: PackedRows) -> list[Any]:
+        """Return the `targets` or `images` of each segment's document; [] if none has any."""
+        if not any(getattr(array, name) for array in self.arrays):
+            return []
         numbers = self.array_of(rows.documents)
         indices = (rows.documents - self.first_documents[numbers]).tolist()
-        arrays = (self.arrays[number] for number in numbers.tolist())
-        found = [a.targets[i] if a.targets else None for a, i in zip(arrays, indices, strict=True)]
-        return cut_targets(found, rows.starts, rows.lengths)
+        of_arrays = (getattr(self.arrays[number], name) for number in numbers.tolist())
+        return [of[i] if of else None for of, i in zip(of_arrays, indices, strict=True)]
 
     def locate(self, document: int) -> tuple[TokenArray, slice]:
         """Return the array of a document, and the slice of its tokens there."""

@@ -66,7 +66,8 @@ class Fingerprint:
         """Add a row of any type, with every entry of the arrays in it."""
         if isinstance(value, Sample):
             tokens = self.array(value.tokens).array(value.labels)
-            return tokens if value.target is None else tokens.row(value.target)
+            tokens = tokens if value.target is None else tokens.row(value.target)
+            return tokens if value.images is None else tokens.data(value.images.fingerprint())
         if isinstance(value, Mapping):
             return self.row([part for pair in value.items() for part in pair])
         if isinstance(value, list | tuple) and not SCALAR_TYPES.issuperset(map(type, value)):
@@ -74,7 +75,7 @@ class Fingerprint:
             for part in value:
                 self.row(part)
             return self
-        if not hasattr(value, "__array__"):
+        if not hasattr(value, "__array__") and not hasattr(value, "__array_interface__"):
             return self.data(repr(value))
         try:
             array = np.asarray(value)
@@ -109,6 +110,12 @@ def content_ranges(
         step = max(1, PIECE_BYTES // entry_bytes)
         starts = np.linspace(0, max(0, num_entries - step), pieces).astype(int).tolist()
     return [(start, min(start + step, num_entries)) for start in starts]
+
+
+def processor_settings(processor: Any) -> dict[str, str]:
+    """Identify how a processor makes tokens and pixels, as an entry of settings; {} without one."""
+    names = {} if processor is None else {"processor": processor}
+    return {name: Fingerprint(each.to_json_string()).text() for name, each in names.items()}
 
 
 def tokenizer_fingerprint(tokenizer: Any, template: bool = True) -> str | None:

@@ -374,3 +374,34 @@ def test_an_option_without_effect_and_weights_that_are_no_numbers_are_told(tmp_p
     model.save_pretrained(tmp_path)
     assert main([str(tmp_path), "--attn", "nopad"]) == 2
     assert "its logits are not numbers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_images_of_a_checkpoint_are_checked_with_its_processor(
+    fault, tmp_path, capsys, monkeypatch
+):
+    import tiny_vlm
+    from nopad.collators import packed
+    from transformers import AutoProcessor
+
+    tiny_vlm.model("smolvlm").save_pretrained(tmp_path)
+    processor = tiny_vlm.processor("smolvlm")
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda *a, **k: processor)
+    if fault:
+        right = packed.media_inputs
+        monkeypatch.setattr(
+            packed,
+            "media_inputs",
+            lambda *given: {name: value.roll(1, 1) for name, value in right(*given).items()},
+        )
+    assert main([str(tmp_path)]) == int(fault)
+    verdict = "WRONG (leak" if fault else "right; train it on PackedDataset(tokenizer=processor)"
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"SmolVLMForConditionalGeneration, packs with images: {verdict}" in told
+
+
+def test_images_of_a_type_without_a_checkpoint_are_not_checked(capsys):
+    assert main(["qwen2_5_vl"]) == 2
+    assert "not checked: pass the folder of a checkpoint" in " ".join(
+        capsys.readouterr().out.split()
+    )

@@ -253,6 +253,13 @@ def test_messages_go_through_the_chat_template(engine):
     assert engine.generate([chat], GREEDY) == engine.generate(["hello"], GREEDY)
 
 
+def test_messages_with_images_are_refused(engine):
+    parts = [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "hello"}]
+    refused, plain = engine.generate([[{"role": "user", "content": parts}], "hello"], GREEDY)
+    assert refused.error == "the engine generates from text: images are for training"
+    assert plain.error is None
+
+
 def test_an_exhausted_deadline_returns_what_there_is(engine):
     long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     done = engine.generate([[5, 6]] * 3, long, deadline=0.05)

@@ -76,7 +76,7 @@ def pack_like(train: PackedDataset, source: Any, tokenizer: Any = None) -> Packe
     eos, encoder = train.settings["add_eos"], train.encoder
     return PackedDataset(
         source,
-        tokenizer=text_tokenizer(tokenizer) or encoder.tokenizer,
+        tokenizer=encoder.processor or text_tokenizer(tokenizer) or encoder.tokenizer,
         format=None if _has_tokens(source) else encoder.format,
         add_eos=False if eos is None else eos,
         shuffle=False,

@@ -10,7 +10,8 @@ if the budget exceeds it (`check_rows`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,13 @@ from ...attention.hf import (
     nan_max,
     probed_logits,
 )
-from ...collators import MaskedCollator, PackedCollator
+from ...collators import NESTED, MaskedCollator, PackedCollator
 from ...packing import Pack, Sample
+from ...packing.encoding import image_sample
 from ...runtime import gather_objects, preserve_rng, rng_states
+
+Draw = Callable[[int], list[Sample]]
+"""Returns the samples of a row, by a seed."""
 
 _NOISE_FACTOR = 4
 """How much more than the model's own rounding packed samples may differ from samples alone."""
@@ -44,20 +49,31 @@ def measure_leak(
     mask_documents: bool = False,
     lengths: list[int] | None = None,
     budget: int | None = None,
+    draw: Draw | None = None,
 ) -> float:
     """Return the largest gradient between packed samples, relative to those inside; 0.0 if none.
 
     mask_documents: pass the boundaries to the stock masks.
-    lengths: of the samples.
+    lengths: of random samples.
     budget: of the pack; default: its tokens.
+    draw: returns other samples, such as those with images.
     """
     collator = collator or PackedCollator()
-    lengths = lengths or _short_row(collator)
-    if len(lengths) < 2:
+    samples = draw(0) if draw else _samples(model, lengths or _short_row(collator))
+    if len(samples) < 2:
         return 0.0  # a pack of one sequence cannot leak
-    batch = _batch(model, collator, _samples(model, lengths), budget)
+    batch, owners = _batch(model, collator, samples, budget), _pixel_owners(samples)
+    lengths = [len(sample) for sample in samples]
     with preserve_rng(), module_mode(model, training=True):
-        return leaked_gradient(model, batch, lengths, mask_documents)
+        return leaked_gradient(model, batch, lengths, mask_documents, owners)
+
+
+def _pixel_owners(samples: list[Sample]) -> Tensor | None:
+    """Return the sample that each image, or patch of one, of the pack belongs to."""
+    numbers = [number for number, sample in enumerate(samples) if sample.images is not None]
+    inputs = [samples[number].images.model_inputs() for number in numbers]
+    counts = [len(each["pixel_values"][0 if NESTED in each else ...]) for each in inputs]
+    return torch.tensor(numbers).repeat_interleave(torch.tensor(counts)) if counts else None
 
 
 def _short_row(collator: Any) -> list[int]:
@@ -72,19 +88,23 @@ def measure_difference(
     lengths: list[int],
     mask_documents: bool = False,
     budget: int | None = None,
+    draw: Draw | None = None,
 ) -> float:
     """Return how far packed samples are from the samples alone; rounding counts as 0.0.
+
+    draw: returns other samples than random ones of these lengths. The positions of samples with
+    images alone are the model's own.
 
     The effect of rounding on this model is measured too. Rounding may send a token to other
     experts, which changes it a lot, but hardly in every row of random samples.
     """
     collator, excess = collator or PackedCollator(), 0.0
-    batch = _batch(model, collator, _samples(model, lengths), budget)
+    draw = draw or partial(_samples, model, lengths)
+    batch = _batch(model, collator, draw(0), budget)
     is_random = _is_random(model, batch, mask_documents)
     with preserve_rng(), module_mode(model, training=not is_random):
         for seed in range(_DRAWS):
-            samples = _samples(model, lengths, seed)
-            pairs = _differences(model, collator, samples, mask_documents, budget)
+            pairs = _differences(model, collator, draw(seed), mask_documents, budget)
             own = _beyond_noise(*map(list, zip(*pairs, strict=True)))
             excess = nan_max(gather_objects(own))  # ranks that share weights leave together
             if not excess:
@@ -93,7 +113,7 @@ def measure_difference(
 
 
 def _differences(
-    model: Any, collator: Any, samples: list[np.ndarray], mask: bool, budget: int | None
+    model: Any, collator: Any, samples: list[Sample], mask: bool, budget: int | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield, for the last samples, by token: packed against alone, and two roundings alone."""
     batch = _batch(model, collator, samples, budget)
@@ -101,7 +121,12 @@ def _differences(
     # The samples that only fill the row up to the last three are not run alone.
     for sample, together in list(zip(samples, packed, strict=True))[-3:]:
         batch = _batch(model, collator, [sample], budget)
+        if sample.images is not None:
+            inputs = sample.images.inputs_alone().items()
+            batch = _to_device({name: torch.from_numpy(each) for name, each in inputs}, model)
         (alone,) = _logits(model, batch, [len(sample)], mask)
+        if "pixel_values" in batch:
+            batch["pixel_values"] = _perturb_by_one_rounding(batch["pixel_values"])[1]
         with embeddings_replaced(model, _perturb_by_one_rounding):
             (rounded,) = _logits(model, batch, [len(sample)], mask)
         yield _by_token(together, alone), _by_token(rounded, alone)
@@ -169,7 +194,7 @@ def measure_shard_difference(model: Any, collator: Any, lengths: list[int]) -> f
     Rounding counts as 0.0. Call it on every rank of the group.
     """
     samples, loss = _samples(model, lengths), model.nopad_loss
-    pack = Pack.of([Sample(ids) for ids in samples], budget=sum(map(len, samples)))
+    pack = Pack.of(samples, budget=sum(map(len, samples)))
     batch = _to_device((collator or PackedCollator())(pack), model)
     shards, found = loss.row_shards, []
     with eval_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -191,19 +216,39 @@ def _is_fp32(model: Any) -> bool:
     return weight.dtype == torch.float32 and not torch.is_autocast_enabled(weight.device.type)
 
 
-def _samples(model: Any, lengths: list[int], seed: int = 0) -> list[np.ndarray]:
+def _samples(model: Any, lengths: list[int], seed: int = 0) -> list[Sample]:
     rng = np.random.default_rng(seed)
     vocab_size = model.config.get_text_config().vocab_size
-    return [rng.integers(0, vocab_size, length) for length in lengths]
+    return [Sample(rng.integers(0, vocab_size, length)) for length in lengths]
 
 
-def _batch(
-    model: Any, collator: Any, samples: list[np.ndarray], budget: int | None
-) -> dict[str, Any]:
+def image_samples(processor: Any, budget: int, seed: int = 0) -> list[Sample]:
+    """Return samples of random letters: with an image, with two of other sizes, and without.
+
+    budget: tokens that two or three of them together may have.
+    """
+    rng, samples = np.random.default_rng(seed), []
+    for sizes in (((84, 140),), ((112, 56), (56, 84)), ()):
+        images = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
+        letters = ["".join(rng.choice(list("abcdefgh"), 9)) for _ in range(len(sizes) + 1)]
+        samples.append(image_sample(processor, processor.image_token.join(letters), images))
+    return samples if sum(map(len, samples)) <= budget else samples[::2]
+
+
+def measure_images(model: Any, processor: Any, budget: int) -> tuple[float, float]:
+    """Return the leak and the difference of samples with images, for a model with its processor.
+
+    budget: tokens that the samples together may have.
+    """
+    draw = partial(image_samples, processor, budget)
+    return measure_leak(model, draw=draw), measure_difference(model, None, [], draw=draw)
+
+
+def _batch(model: Any, collator: Any, samples: list[Sample], budget: int | None) -> dict[str, Any]:
     """Return a batch without labels; collators of fixed shapes pad it to the budget."""
     tokens = sum(map(len, samples))
     budget = budget if budget and _can_pad(collator, len(samples), budget - tokens) else tokens
-    pack = Pack.of([Sample(ids) for ids in samples], budget)
+    pack = Pack.of(samples, budget)
     made = collator.unmasked(pack) if isinstance(collator, MaskedCollator) else collator(pack)
     batch = {k: v for k, v in made.items() if k not in ("labels", "loss_weights")}
     return _to_device(batch, model)

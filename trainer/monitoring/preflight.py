@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,18 @@ from ...attention.hf import (
 from ...collators import MaskedCollator
 from ...packing import IGNORE_INDEX, PackedDataset
 from ...packing.readers import PlannedPacks, estimate_report
-from ...runtime import Layout, gather_objects, sum_over_ranks
+from ...runtime import Layout, gather_objects, sum_over_ranks, unwrap_model
 from ..banner import print_banner
 from ..data.loader import PackedLoader
 from ..data.model_limits import ModelLimits, length_limit, shorter_samples_advice
 from ..fsdp_unshard import reshard
 from .flops import describe_slow_bf16
-from .packing_check import measure_difference, measure_leak, measure_shard_difference
+from .packing_check import (
+    image_samples,
+    measure_difference,
+    measure_leak,
+    measure_shard_difference,
+)
 
 _MASK = "the attention mask"
 """Source of the boundaries where the masks of stock attention were repaired."""
@@ -55,9 +61,10 @@ def check_run(
     _check_weights(model, collator)
     _check_labels(model, data, collator)
     rows, boundaries = _check_rows(data, config, collator), _boundaries(model, attention)
+    draw = _image_samples(model, data)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         rows[0] = rows[0][-1:]  # a teacher keeps no activations: a long row may not fit
-    check = partial(_find_fault, model, collator, rows, data.settings["budget"])
+    check = partial(_find_fault, model, collator, rows, data.settings["budget"], draw)
     try:
         # A model may get its first pack in a validation, which Lightning runs in inference mode.
         with torch.inference_mode(False), zero_weights_filled(model):
@@ -114,10 +121,13 @@ def _find_fault(
     collator: Any,
     rows: dict[int, list[list[int]]],
     budget: int,
+    draw: Any = None,
     mask: bool = False,
 ) -> str:
     """Describe what packing changes for this model; "" if nothing."""
     leaks = [measure_leak(model, collator, mask, row, budget) for row in rows[0]]
+    if draw is not None:
+        leaks.append(measure_leak(model, collator, mask, draw=draw))
     leak = nan_max(gather_objects(nan_max(leaks)))  # ranks leave together, or some would wait
     if math.isnan(leak):
         raise ValueError(
@@ -134,7 +144,23 @@ def _find_fault(
                 f"computes packed samples differently than alone{where} (logits differ by "
                 f"{difference:.2g})"
             )
+    difference = draw and measure_difference(model, collator, [], mask, draw=draw)
+    if difference:
+        return f"computes packed images differently than alone (by {difference:.2g})"
     return ""
+
+
+def _image_samples(model: Any, data: PackedDataset) -> Any:
+    """Return what draws samples with images, if the data is made by a processor."""
+    processor = None if data.encoder is None else data.encoder.processor
+    if processor is None:
+        return None
+    if "pixel_values" not in signature(unwrap_model(model).forward).parameters:
+        raise ValueError(
+            f"{type(model).__name__} takes no images: pass PackedDataset(tokenizer=) the tokenizer "
+            "instead of a processor, or load the model with AutoModelForImageTextToText"
+        )
+    return partial(image_samples, processor, data.settings["budget"])
 
 
 def _check_shards(model: Any, collator: Any, lengths: list[int]) -> None:

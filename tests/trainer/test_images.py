@@ -1,0 +1,182 @@
+"""Images in packs: a model learns from them what it learns from one document at a time."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import tiny_run
+import tiny_vlm
+import torch
+from front_ends import FIRST_STEP
+from nopad.collators import PackedCollator
+from nopad.packing import IGNORE_INDEX, Pack, PackedDataset
+from nopad.packing.encoding import Encoder
+from nopad.trainer.loss import attach_loss
+from nopad.trainer.monitoring import check_run
+
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_vl", "idefics3")]
+
+
+def dataset(kind: str, **settings) -> PackedDataset:
+    rows = tiny_vlm.chats()
+    settings = {"tokenizer": tiny_vlm.processor(kind), "budget": 256, "seed": 3, **settings}
+    return PackedDataset(rows, **settings)
+
+
+def samples(kind: str) -> list:
+    encoder: Encoder = dataset(kind).encoder
+    found = encoder.encode(tiny_vlm.chats())
+    assert not [each for each in found if isinstance(each, ValueError)]
+    return found
+
+
+def one_by_one(model, documents: list) -> tuple[float, dict[str, torch.Tensor]]:
+    """Mean loss over all labels and gradient, with the positions that the model itself finds."""
+    losses, count = [], 0
+    for sample in documents:
+        inputs = {"input_ids": torch.from_numpy(sample.tokens)[None]}
+        if sample.images is not None:
+            alone = sample.images.inputs_alone()
+            inputs = {name: torch.from_numpy(value) for name, value in alone.items()}
+        labels = torch.from_numpy(sample.labels)[None]
+        own = int((labels != IGNORE_INDEX).sum())
+        losses.append(model(**inputs, labels=labels, use_cache=False).loss * own)
+        count += own
+    loss = torch.stack(losses).sum() / count
+    loss.backward()
+    return loss.item(), gradient(model)
+
+
+def gradient(model) -> dict[str, torch.Tensor]:
+    named = model.named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+@pytest.mark.parametrize("attention", ["nopad", "sdpa"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "smolvlm", *SLOW])
+def test_a_model_learns_from_packed_images_what_it_learns_one_by_one(kind, attention):
+    model, documents = tiny_vlm.model(kind, attention), samples(kind)
+    stock = deepcopy(model)
+    stock.set_attn_implementation("sdpa")
+    loss, gold = one_by_one(stock, documents)
+    attach_loss(model)
+    ours = model(**PackedCollator()(Pack.of(documents, budget=512))).loss
+    ours.backward()
+    assert ours.item() == pytest.approx(loss, rel=1e-5)
+    assert any("vision" in name or "visual" in name for name in gold)
+    assert tiny_run.distance(gradient(model), gold) < 2e-5
+
+
+@pytest.mark.parametrize("front_end", FIRST_STEP)
+def test_a_step_with_images_of_every_front_end_is_that_of_its_documents(front_end, tmp_path):
+    kind = "qwen2_5_vl"
+    model, data = tiny_vlm.model(kind), dataset(kind, budget=128)
+    packs = [pack for pack, _ in zip(data, range(2), strict=False)]
+    numbers = [number for pack in packs for number in pack.samples.tolist()]
+    documents = samples(kind)
+    stock = deepcopy(model)
+    stock.set_attn_implementation("sdpa")
+    _, gold = one_by_one(stock, [documents[number] for number in numbers])
+    data.rewind()
+    ours = FIRST_STEP[front_end](model, data, tmp_path)
+    assert tiny_run.distance({name: ours[name] for name in gold}, gold) < 2e-5
+
+
+class Faulty(PackedCollator):
+    """Gives an image what belongs to its neighbour."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+
+    def __call__(self, packs):
+        batch = super().__call__(packs)
+        if self.name in batch:
+            axis = int("pixel_attention_mask" in batch)
+            batch[self.name] = batch[self.name].roll(1, axis)
+        return batch
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("smolvlm", marks=pytest.mark.slow)])
+def test_the_start_check_passes_images_and_catches_those_of_a_neighbour(kind):
+    model, data = tiny_vlm.model(kind), dataset(kind)
+    attach_loss(model)
+    assert "leak check 0.0" in check_run(model, data, PackedCollator())[0]
+    for name in ["pixel_values", "image_grid_thw"] if "qwen" in kind else ["pixel_values"]:
+        with pytest.raises(ValueError, match=r"lets packed samples see each other|differently"):
+            check_run(model, data, Faulty(name))
+
+
+@pytest.mark.slow
+def test_the_start_check_catches_positions_of_images_that_are_not_the_models():
+    model, data = tiny_vlm.model(), dataset("qwen2_5_vl")
+    attach_loss(model)
+
+    class Plain(PackedCollator):
+        def __call__(self, packs):
+            batch = super().__call__(packs)
+            if batch["position_ids"].ndim == 3:
+                batch["position_ids"] = batch["position_ids"][0]
+            return batch
+
+    with pytest.raises(ValueError, match="computes packed images differently than alone"):
+        check_run(model, data, Plain())
+
+
+def test_the_start_check_catches_a_tower_whose_images_see_each_other():
+    model, data = tiny_vlm.model("qwen3_vl"), dataset("qwen3_vl")
+    attach_loss(model)
+
+    def as_one_image(_, args, kwargs):
+        return args, {**kwargs, "cu_seqlens": kwargs["cu_seqlens"][[0, -1]]}
+
+    for block in model.model.visual.blocks:
+        block.attn.register_forward_pre_hook(as_one_image, with_kwargs=True)
+    with pytest.raises(ValueError, match="lets packed samples see each other"):
+        check_run(model, data, PackedCollator())
+
+
+def test_the_tower_attends_image_by_image_under_nopad(monkeypatch):
+    from nopad.attention.hf import interface
+
+    lengths, stock = [], interface.sdpa_attention_forward
+    monkeypatch.setattr(
+        interface,
+        "sdpa_attention_forward",
+        lambda module, query, *given, **options: (
+            lengths.append(query.shape[2]) or stock(module, query, *given, **options)
+        ),
+    )
+    model, batch = tiny_vlm.model("qwen3_vl"), PackedCollator()(Pack.of(samples("qwen3_vl"), 512))
+    model(**batch)
+    patches = batch["image_grid_thw"].prod(1).tolist()
+    assert len(set(patches)) > 1
+    assert lengths == patches * len(model.model.visual.blocks)
+
+
+def test_a_model_without_images_is_refused_with_a_processor():
+    model, data = tiny_run.model(), dataset("qwen2_5_vl", budget=128)
+    model.config.max_position_embeddings = 128
+    attach_loss(model)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM takes no images: pass .* tokenizer"):
+        check_run(model, data)
+
+
+def test_workers_make_the_same_pixels(tmp_path):
+    from nopad.trainer.data.loader import PackedLoader
+
+    batches = [list(PackedLoader(dataset("smolvlm", budget=128), num_workers=n)) for n in (0, 2)]
+    assert len(batches[0]) > 1
+    for ours, theirs in zip(*batches, strict=True):
+        assert set(ours) == set(theirs)
+        for name, value in ours.items():
+            assert np.array_equal(np.asarray(value), np.asarray(theirs[name])), name
+
+
+def test_a_validation_set_has_images_like_the_training_set():
+    from nopad.trainer.data.plain_data import pack_like
+
+    data = pack_like(dataset("smolvlm"), tiny_vlm.chats())
+    assert sum(each is not None for pack in data for each in pack.images) == 3
