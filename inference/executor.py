@@ -34,7 +34,6 @@ from .scheduling.scheduler import Scheduler
 from .scheduling.step_costs import StepCosts
 from .settings import Settings
 
-
 log = logging.getLogger("nopad.inference")
 
 

@@ -69,7 +69,8 @@ class StatePool:
         self._modules = modules
         self._states: dict[nn.Module, State] = {
             module: _each(
-                kept.state, lambda s: torch.zeros(num_rows, *s.shape[1:], dtype=s.dtype, device=device)
+                kept.state,
+                lambda s: torch.zeros(num_rows, *s.shape[1:], dtype=s.dtype, device=device),
             )
             for module, kept in modules.items()
         }
@@ -158,7 +159,10 @@ class _Group:
         self, module: nn.Module, stock: Forward, kept: StatefulModule, state: State, named: dict
     ) -> tuple[Any, State]:
         """Run a module on these sequences; return its output and their new states."""
-        total, states = named[kept.parameters[0]].shape[1], _GroupCache(module, state, self.is_fresh)
+        total, states = (
+            named[kept.parameters[0]].shape[1],
+            _GroupCache(module, state, self.is_fresh),
+        )
         parts = {name: self._part(value, total) for name, value in named.items()}
         return stock(**parts | {_cache_argument(kept.parameters): states}), states.state
 
