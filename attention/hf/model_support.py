@@ -181,12 +181,9 @@ def _examine(model: Any) -> str | None:
     if faulty:
         return f"computes the second chunk of a prompt otherwise than in one piece ({faulty[0]})"
     with silent_states(states):
-        is_kept = keeps_state(model)
-    return (
-        "carries a state from token to token beside attention and outside a cache"
-        if is_kept
-        else None
-    )
+        if not keeps_state(model):
+            return None
+    return "carries a state from token to token beside attention and its cache"
 
 
 def keeps_state(model: Any) -> bool:

@@ -66,13 +66,12 @@ class StatePool:
     def __init__(
         self, modules: dict[nn.Module, StatefulModule], num_rows: int, device: torch.device | str
     ):
+        def rows(state: Tensor) -> Tensor:
+            return torch.zeros(num_rows, *state.shape[1:], dtype=state.dtype, device=device)
+
         self._modules = modules
         self._states: dict[nn.Module, State] = {
-            module: _each(
-                kept.state,
-                lambda s: torch.zeros(num_rows, *s.shape[1:], dtype=s.dtype, device=device),
-            )
-            for module, kept in modules.items()
+            module: _each(kept.state, rows) for module, kept in modules.items()
         }
         self._device = device
 
@@ -159,12 +158,10 @@ class _Group:
         self, module: nn.Module, stock: Forward, kept: StatefulModule, state: State, named: dict
     ) -> tuple[Any, State]:
         """Run a module on these sequences; return its output and their new states."""
-        total, states = (
-            named[kept.parameters[0]].shape[1],
-            _GroupCache(module, state, self.is_fresh),
-        )
+        total = named[kept.parameters[0]].shape[1]
+        cache = _GroupCache(module, state, self.is_fresh)
         parts = {name: self._part(value, total) for name, value in named.items()}
-        return stock(**parts | {_cache_argument(kept.parameters): states}), states.state
+        return stock(**parts | {_cache_argument(kept.parameters): cache}), cache.state
 
     def _part(self, value: Any, total: int) -> Any:
         """Return the part [B, L, ...] of an argument; what has no token dim is passed as it is."""
@@ -295,7 +292,7 @@ def replaced_forwards(modules: Iterable[nn.Module], forward: Forward) -> Iterato
 
 
 def _candidates(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
-    """Return the modules that take a cache and do not attend, with the names of their parameters."""
+    """Return the modules that take a cache and do not attend, with their forward's parameters."""
     found: dict[nn.Module, tuple[str, ...]] = {}
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
