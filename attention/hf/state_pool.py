@@ -89,21 +89,26 @@ class StatePool:
 
     def _group(
         self, rows: Iterable[int], starts: Iterable[int], lengths: Iterable[int]
-    ) -> Iterator[_Group]:
+    ) -> Iterator[SequenceGroup]:
         offset, single_tokens, single_rows = 0, list[int](), list[int]()
         for row, start, length in zip(rows, starts, lengths, strict=True):
             if length == 1 and start:
                 single_tokens.append(offset)
                 single_rows.append(row)
             elif length:
-                yield _Group.chunk(offset, offset + length, row, not start, self._device)
+                yield SequenceGroup.chunk(offset, offset + length, row, not start, self._device)
             offset += length
         if single_rows:
             tokens, at = torch.tensor([single_tokens, single_rows], device=self._device)
-            yield _Group(tokens, at, is_fresh=False)
+            yield SequenceGroup(tokens, at, is_fresh=False)
 
     def _forward(
-        self, groups: list[_Group], module: nn.Module, stock: Forward, *args: Any, **kwargs: Any
+        self,
+        groups: list[SequenceGroup],
+        module: nn.Module,
+        stock: Forward,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         kept, states = self._modules[module], self._states[module]
         if kept.token_by_token:
@@ -117,7 +122,7 @@ class StatePool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class SequenceGroup:
     """B sequences of equal length that a module runs together."""
 
     tokens: Tensor
@@ -128,16 +133,16 @@ class _Group:
     """Whether they start in this step."""
 
     @staticmethod
-    def chunk(start: int, end: int, row: int, is_fresh: bool, device: Any) -> _Group:
+    def chunk(start: int, end: int, row: int, is_fresh: bool, device: Any) -> SequenceGroup:
         """Return one sequence alone."""
         rows = torch.tensor([row], device=device)
-        return _Group(torch.arange(start, end, device=device), rows, is_fresh)
+        return SequenceGroup(torch.arange(start, end, device=device), rows, is_fresh)
 
-    def tokens_alone(self) -> list[_Group]:
+    def tokens_alone(self) -> list[SequenceGroup]:
         """Return a group for each token if a sequence continues with several."""
         if self.is_fresh or len(self.tokens) == len(self.rows):
             return [self]
-        return [_Group(token, self.rows, is_fresh=False) for token in self.tokens.split(1)]
+        return [SequenceGroup(token, self.rows, is_fresh=False) for token in self.tokens.split(1)]
 
     def has_tokens(self, value: Any) -> bool:
         """Return whether a value is a tensor [B, L, ...] of these sequences."""
@@ -159,7 +164,7 @@ class _Group:
     ) -> tuple[Any, State]:
         """Run a module on these sequences; return its output and their new states."""
         total = named[kept.parameters[0]].shape[1]
-        cache = _GroupCache(module, state, self.is_fresh)
+        cache = GroupCache(module, state, self.is_fresh)
         parts = {name: self._part(value, total) for name, value in named.items()}
         return stock(**parts | {_cache_argument(kept.parameters): cache}), cache.state
 
@@ -172,7 +177,7 @@ class _Group:
         return value
 
 
-class _GroupCache(Cache):
+class GroupCache(Cache):
     """The states of a group of sequences, as a module of Transformers reads and writes them."""
 
     def __init__(self, module: Any, state: State, is_fresh: bool):
@@ -197,11 +202,11 @@ class _GroupCache(Cache):
         self._layer.recurrent_states[0] = linear_cache
 
 
-def _join(groups: list[_Group], outputs: list[Any]) -> Any:
+def _join(groups: list[SequenceGroup], outputs: list[Any]) -> Any:
     """Return what a module returns for a step, from its outputs for the groups."""
     if isinstance(outputs[0], tuple):
         return tuple(_join(groups, list(each)) for each in zip(*outputs, strict=True))
-    if not all(map(_Group.has_tokens, groups, outputs)):
+    if not all(map(SequenceGroup.has_tokens, groups, outputs)):
         return outputs[0]
     order = torch.cat([group.tokens for group in groups])
     values = torch.cat([out.flatten(0, 1) for out in outputs])
@@ -227,7 +232,7 @@ def probe_states(
         def run(cuts: Iterable[int]) -> tuple[list[Any], State]:
             outputs, state = [], None
             for start, end in pairwise(cuts):
-                group = _Group.chunk(start, end, 0, state is None, device)
+                group = SequenceGroup.chunk(start, end, 0, state is None, device)
                 out, state = group.run(module, stock, nothing, state or (None, None), named)
                 outputs.append(out)
             return outputs, state or (None, None)
@@ -239,7 +244,7 @@ def probe_states(
         for token_by_token in (False, True):
             cuts = (0, *range(_CUTS[1], _TOKENS + 1)) if token_by_token else _CUTS
             chunked = torch.cat([_hidden(each) for each in run(cuts)[0][1:]], 1)
-            if _is_nearer(chunked, _hidden(restarted), whole[:, _CUTS[1] :]):
+            if is_nearer(chunked, _hidden(restarted), whole[:, _CUTS[1] :]):
                 break
         else:
             faulty.append(type(module).__name__)
@@ -252,7 +257,7 @@ def probe_states(
     return found, faulty
 
 
-def _is_nearer(chunked: Tensor, restarted: Tensor, whole: Tensor) -> bool:
+def is_nearer(chunked: Tensor, restarted: Tensor, whole: Tensor) -> bool:
     """Whether every token of chunks is that of the whole, but for rounding.
 
     restarted: the same tokens without a state; they tell how much it matters in any precision.

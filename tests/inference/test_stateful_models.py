@@ -17,8 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 FAST = ["bamba", "lfm2", "mamba"]
 SLOW = [
     "bailing_hybrid", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear",
-    "lfm2_moe", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text",
-    "qwen3_next", "zaya",
+    "lfm2_moe", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_next", "zaya",
 ]  # fmt: skip
 KINDS = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
 CLAMPED = {"nemotron_h"}
