@@ -14,19 +14,19 @@ from nopad.inference import Engine, SamplingParams, batch_invariant
 from nopad.trainer.loss import attach_loss
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-FAST = ["bamba", "lfm2", "mamba"]
+FAST = ["bamba", "lfm2"]
 SLOW = [
     "bailing_hybrid", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear",
-    "lfm2_moe", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
+    "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
     "qwen3_5_text", "qwen3_next", "zaya",
 ]  # fmt: skip
 KINDS = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
 CLAMPED = {"nemotron_h"}
 """Types whose own code bounds the time step of chunks, and not that of one token."""
-NEW = 8
+NEW = 6
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0)
 PROMPTS = [
-    [(7 * i + 5 * length) % 90 + 5 for i in range(length)] for length in (1, 7, 23, 40, 5, 12)
+    [(7 * i + 5 * length) % 90 + 5 for i in range(length)] for length in (1, 7, 19, 34, 5, 12)
 ]
 _models: dict = {}
 _alone: dict = {}
@@ -83,14 +83,13 @@ def test_chunks_of_a_prompt_continue_its_state_in_rows_used_before(kind):
     model = tiny(kind)
     size = 64 if kind in CLAMPED else 6
     engine = Engine(model, max_num_batched_tokens=size, max_num_seqs=2, debug=True)
-    for _ in range(2):
-        assert_is_generate(model, engine.generate(PROMPTS, GREEDY))
+    assert_is_generate(model, engine.generate(PROMPTS, GREEDY))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_preempted_request_is_computed_again(kind):
     model = tiny(kind)
-    engine = Engine(model, page_size=16, max_num_seqs=3)
+    engine = Engine(model, page_size=16, max_num_seqs=3, max_model_len=64)
     occupy(engine, leave=4)
     assert_is_generate(model, engine.generate(PROMPTS, GREEDY))
     assert engine.stats.preemptions
@@ -168,7 +167,7 @@ def test_a_step_that_runs_out_of_memory_midway_is_recomputed(monkeypatch):
 
     def fail_once(*_):
         calls.append(None)
-        if len(calls) in (2, 9):
+        if len(calls) in (2, 5):
             raise torch.OutOfMemoryError("no memory for the logits")
 
     engine = Engine(model)
@@ -178,7 +177,7 @@ def test_a_step_that_runs_out_of_memory_midway_is_recomputed(monkeypatch):
         completions = engine.generate(PROMPTS, GREEDY)
     finally:
         handle.remove()
-    assert len(calls) > 9
+    assert len(calls) > 5
     assert_is_generate(model, completions)
 
 

@@ -2,9 +2,9 @@
 
 It has every kind of layer that its type can have, but for `LACKS`, and must give, packed, what its
 documents give one by one under eager attention (logits, loss and gradients), and over pages, in
-uneven chunks, what it gives packed. In packs, an
-attached loss resets layers that keep a state. `EXCEPTIONS` names every type that is not held to that; the run
-is compared with it, so the list can only shrink.
+uneven chunks, what it gives packed. In packs, an attached loss resets layers that
+keep a state. `EXCEPTIONS` names every type that is not held to that; the run is compared with it,
+so the list can only shrink.
 """
 
 import pytest
