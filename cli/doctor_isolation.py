@@ -78,7 +78,7 @@ class IsolationResult:
 
     @property
     def was_checked(self) -> bool:
-        return self.packed is not None
+        return self.packed is not None or self.paged is not None
 
 
 def check_isolation(oracle: Any, name: str, config: Any = None) -> IsolationResult:
@@ -87,9 +87,14 @@ def check_isolation(oracle: Any, name: str, config: Any = None) -> IsolationResu
     config: the user's config, if the oracle is a tiny model of it.
     """
     reason = unsupported_reason(oracle) if name == "nopad" else None
-    if reason is not None:
-        repair = _find_repair(with_attention(oracle, name), oracle) if _has_state(oracle) else ""
-        return IsolationResult(name, "refused", note=reason, repair=repair)
+    if reason is not None and not _has_state(oracle):
+        return IsolationResult(name, "refused", note=reason)
+    if reason is not None:  # packs need the state reset, the engine keeps it
+        model, generation = with_attention(oracle, name), unsupported_reason(oracle, states=True)
+        paged, fault = _check_engine(model, tolerance(model)) if not generation else (None, "")
+        fault = f"refused, {generation}" if generation else fault
+        repair = _find_repair(model, oracle)
+        return IsolationResult(name, "refused", None, paged, fault, note=reason, repair=repair)
     try:
         model = with_attention(oracle, name)
         _check_backward(model)
@@ -117,7 +122,10 @@ def check_isolation(oracle: Any, name: str, config: Any = None) -> IsolationResu
 
 
 def _check_engine(model: Any, limit: float) -> tuple[float | None, str]:
-    """Return how far generation over the paged cache is from the packed row, and the fault."""
+    """Return how far generation over the paged cache is from the packed row, and the fault.
+
+    Of models with a state, from the documents one by one.
+    """
     try:
         difference = check_paged(model)
     except Exception as error:  # models and kernel libraries raise many types
@@ -322,7 +330,7 @@ def _table_row(result: IsolationResult) -> tuple[str, ...]:
     numbers = (
         [packed.leak, packed.logits, packed.loss, packed.gradients, result.paged]
         if packed is not None
-        else [None] * 5
+        else [None] * 4 + [result.paged]
     )
     cells = ["-" if x is None else f"{x:.1e}" if x else "0" for x in numbers]
     return (result.name, result.verdict, *cells)

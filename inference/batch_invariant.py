@@ -97,6 +97,11 @@ class _FixedShapes(TorchFunctionMode):
             return _linear(input, weight.t(), bias)
         if func in GROUPED_PRODUCTS:
             return _grouped(*args, **kwargs)
+        if func is F.conv1d:
+            raise ValueError(
+                "batch_invariant does not support this model: its layers keep a state, which runs "
+                "in batches and chunks"
+            )
         if func in UNSUPPORTED_PRODUCTS and args[-1].shape[-2] > 1:
             raise ValueError(
                 f"batch_invariant does not support this model: it calls {func.__name__}, as "

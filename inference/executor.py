@@ -6,6 +6,7 @@ Settings ─▶ memory budget ─▶ PagedCache ─▶ Scheduler ┐
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..attention import PageAllocator, PagedCache, check_supported, layer_shapes
+from ..attention.hf import StatefulModule, StatePool, stateful_parts
 from .execution.cuda_graphs import graph_bytes
 from .execution.memory_budget import budget_bytes, record_engine_bytes
 from .execution.model_runner import ModelRunner
@@ -31,6 +33,8 @@ from .scheduling.loop import StepLoop
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_costs import StepCosts
 from .settings import Settings
+
+log = logging.getLogger("nopad.inference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,33 +90,40 @@ def build_executor(
 ) -> Executor:
     """Build everything for a model that has this key now."""
     device = _single_device(model)
-    check_supported(model)
+    check_supported(model, states=True)
+    stateful = stateful_parts(model)
     cast_weights = None if key.cast_dtype is None else CastWeights(key.modules, key.cast_dtype)
     budget = budget_bytes(settings.memory, device) - (cast_weights.bytes if cast_weights else 0)
     graph_budget = 0
     if device.type == "cuda":
         budget -= stacked_bytes(model, key.kv_dtype.itemsize)
-        if settings.cuda_graphs and not gathers_parameters(key.modules):
+        if settings.cuda_graphs and not gathers_parameters(key.modules) and not stateful:
             graph_budget = _graph_budget(model, settings, key.kv_dtype, budget)
         budget -= graph_budget
-    cache = _build_cache(model, settings, key.kv_dtype, device, budget)
+    num_rows = _num_rows(model, settings, stateful, budget)
+    state_bytes = num_rows * sum(each.bytes for each in stateful.values())
+    states = StatePool(stateful, num_rows, device) if stateful else None
+    cache = _build_cache(model, settings, key.kv_dtype, device, budget - state_bytes, num_rows)
+    record_engine_bytes(cache.num_pages * cache.page_bytes + state_bytes, device)
     scheduler = Scheduler(
         PageAllocator(cache.num_pages, settings.page_size),
-        max_num_seqs=settings.max_num_seqs,
+        max_num_seqs=num_rows,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=settings.max_model_len,
         max_waiting=settings.max_waiting,
+        has_states=bool(stateful),
         trace=trace,
     )
     runner = ModelRunner(
         model,
         cache,
-        settings.max_num_seqs,
+        num_rows,
         stats,
         device,
         graph_budget,
         settings.max_model_len,
         tokens_ahead=0 if settings.target_itl is None else settings.max_num_batched_tokens,
+        states=states,
     )
     checker = CacheChecker(cache.num_pages, settings.page_size) if settings.debug else None
     costs = StepCosts(settings.target_itl, settings.max_tokens_while_decoding)
@@ -121,28 +132,55 @@ def build_executor(
 
 
 def build_fused_ops(model: Any, runner: ModelRunner, settings: Settings) -> FusedOps:
-    """Verify fused kernels on the current forwards of a model; there are none on a CPU."""
-    if runner.device.type != "cuda":
+    """Verify fused kernels on the current forwards of a model.
+
+    There are none on a CPU, and none for models that keep states.
+    """
+    if runner.device.type != "cuda" or runner.states is not None:
         return FusedOps([])
     max_graph_rows = settings.max_num_seqs if runner.replays.enabled else 0
     return FusedOps(verified_ops(model, runner.cache, max_graph_rows))
 
 
+def _num_rows(
+    model: Any, settings: Settings, stateful: dict[nn.Module, StatefulModule], budget: int
+) -> int:
+    """Return how many requests run at once: their states take at most half of the memory."""
+    if not stateful:
+        return settings.max_num_seqs
+    row_bytes = sum(each.bytes for each in stateful.values())
+    num_rows = smallest_of_replica(model, min(settings.max_num_seqs, budget // 2 // row_bytes))
+    if num_rows < 1:
+        raise ValueError(
+            f"memory={settings.memory!r} leaves {budget} bytes, and the states of one request take "
+            f"{row_bytes}, at most half of them: allow more memory"
+        )
+    log.info(
+        "%s keeps states: %d requests run at once (%.1f MiB each), without prefix caching, fused "
+        "kernels and CUDA graphs", type(model).__name__, num_rows, row_bytes / 2**20,
+    )  # fmt: skip
+    return num_rows
+
+
 def _build_cache(
-    model: Any, settings: Settings, dtype: torch.dtype, device: torch.device, budget: int
+    model: Any,
+    settings: Settings,
+    dtype: torch.dtype,
+    device: torch.device,
+    budget: int,
+    num_rows: int,
 ) -> PagedCache:
     shapes, page_size = layer_shapes(model), settings.page_size
     page_bytes = PagedCache.bytes_per_page(shapes, page_size, dtype)
-    max_pages = settings.max_num_seqs * -(-settings.max_model_len // page_size)
-    num_pages = smallest_of_replica(model, min(budget // page_bytes, max_pages))
+    num_pages = num_rows * -(-settings.max_model_len // page_size)
+    if page_bytes:  # otherwise no layer attends
+        num_pages = smallest_of_replica(model, min(budget // page_bytes, num_pages))
     if num_pages < 1:
         raise ValueError(
             f"memory={settings.memory!r} leaves {budget} bytes, one page of {page_size} "
             f"tokens takes {page_bytes}: allow more memory"
         )
-    cache = PagedCache(num_pages, page_size, shapes, dtype, device)
-    record_engine_bytes(num_pages * page_bytes, device)
-    return cache
+    return PagedCache(num_pages, page_size, shapes, dtype, device)
 
 
 def _single_device(model: Any) -> torch.device:

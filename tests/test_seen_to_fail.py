@@ -1570,6 +1570,39 @@ FAULTS = {
         "weighted_sources = lambda names: [\n"
         "    (name, weight and 1.0) for name, weight in right(names)]",
     ),
+    "a state of the request before is not reset": (
+        "inference/test_stateful_models.py::"
+        "test_chunks_of_a_prompt_continue_its_state_in_rows_used_before[lfm2]",
+        "nopad.attention.hf.state_pool",
+        "right = StatePool.step\n"
+        "StatePool.step = lambda self, rows, starts, lengths: right(\n"
+        "    self, rows, [1 + start for start in starts], lengths)",
+    ),
+    "requests have the states of others": (
+        "inference/test_stateful_models.py::test_completions_are_those_of_generate[lfm2]",
+        "nopad.attention.hf.state_pool",
+        "right = StatePool.step\n"
+        "StatePool.step = lambda self, rows, *a: right(self, [*rows][::-1], *a)",
+    ),
+    "a chunk does not see the convolution before": (
+        "inference/test_stateful_models.py::"
+        "test_chunks_of_a_prompt_continue_its_state_in_rows_used_before[bamba]",
+        "nopad.attention.hf.state_pool",
+        "right = SequenceGroup.read\n"
+        "def read(self, states):\n"
+        "    conv, recurrent = right(self, states)\n"
+        "    return conv * (len(self.tokens) == len(self.rows)), recurrent\n"
+        "SequenceGroup.read = read",
+    ),
+    "a module may lose its state": (
+        "inference/test_stateful_models.py::test_a_module_that_loses_its_state_is_refused",
+        "nopad.attention.hf.state_pool", "is_nearer = lambda *a: True",
+    ),
+    "a step that failed midway runs again": (
+        "inference/test_stateful_models.py::"
+        "test_a_step_that_runs_out_of_memory_midway_is_recomputed",
+        "nopad.inference.scheduling.scheduler", "Scheduler.preempt_all = lambda self, why: None",
+    ),
     "a document is pooled with its neighbour": (
         "trainer/loss/test_heads.py::test_pooling_over_two_documents_is_refused_at_the_start",
         "nopad.trainer.loss.attached_loss",

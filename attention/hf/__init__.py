@@ -34,6 +34,7 @@ from .model_support import (
     layer_shapes,
     module_mode,
     nopad_attention,
+    stateful_parts,
     step_context,
     unsupported_reason,
 )
@@ -60,6 +61,7 @@ from .sequence_limits import (
     rotary_limit,
     sequence_limit,
 )
+from .state_pool import StatefulModule, StatePool
 from .step_attention import STEP, running_layer
 
 __all__ = [
@@ -67,6 +69,8 @@ __all__ = [
     "STEP",
     "PackedDifferences",
     "SequenceLimit",
+    "StatePool",
+    "StatefulModule",
     "check_default_cache",
     "check_every_layer",
     "check_lengths",
@@ -110,6 +114,7 @@ __all__ = [
     "running_layer",
     "sequence_limit",
     "stateful_modules",
+    "stateful_parts",
     "step_context",
     "uninstall_mask_patch",
     "unsupported_reason",

@@ -23,8 +23,8 @@ from .forward_context import current_varlen, forward_context
 from .layer_check import recording
 from .model_support import eval_mode, nopad_attention
 from .sequence_limits import frozen_rotary
+from .state_pool import BOUNDARIES
 
-_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _PROBE_TOKENS = 8
 
 
@@ -136,7 +136,7 @@ def run_by_document(module: nn.Module, stock: Any, *args: Any, **kwargs: Any) ->
             )
         return None
     x = args[0] if args else kwargs["hidden_states"]
-    kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
+    kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
     rows, lengths = x.shape[1], _lengths(cu_seqlens, x.shape[1])
     cut_args = [_split(value, lengths, rows) for value in args]
     cut_kwargs = {name: _split(value, lengths, rows) for name, value in kwargs.items()}

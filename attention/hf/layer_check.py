@@ -88,7 +88,11 @@ def attention_layers(model: nn.Module) -> list[int]:
     layers = set()
     for module in model.modules():
         index = getattr(module, "layer_idx", None)
-        attends = hasattr(module, "is_causal") or hasattr(module, "scaling")
-        if isinstance(index, int) and attends:
+        if isinstance(index, int) and attends(module):
             layers.add(index)
     return sorted(layers)
+
+
+def attends(module: nn.Module) -> bool:
+    """Return whether a module has the scale or causality that the interface reads."""
+    return hasattr(module, "is_causal") or hasattr(module, "scaling")

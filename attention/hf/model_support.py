@@ -14,7 +14,7 @@ from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
 from ..varlen import Varlen
 from .forward_context import forward_context
-from .layer_check import CallLog, recording
+from .layer_check import CallLog, attention_layers, recording
 from .leak_check import as_leaf, embeddings_replaced, token_gradients
 from .mask_patch import ATTN_IMPLEMENTATION
 from .model_types import (
@@ -23,9 +23,11 @@ from .model_types import (
     NO_POSITIONS,
     SELECTS_KEYS,
     config_reason,
+    configured_state,
     has_interface,
 )
 from .sequence_limits import frozen_rotary
+from .state_pool import StatefulModule, probe_states, silent_states
 
 _STATEFUL_MODULES = (
     "Mamba", "GatedDelta", "DeltaNet", "ShortConv", "Recurrent", "LinearAttention",
@@ -39,16 +41,18 @@ _drops_kwargs: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Keyed by model, not stored on it: an evaluation must not modify the live model."""
 
 
-_keeps_state: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-"""The same, for the result of `keeps_state`."""
+_observed_reasons: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+"""The same, for what a probe finds against a model."""
 
 
-def unsupported_reason(model: Any) -> str | None:
+def unsupported_reason(model: Any, *, states: bool = False) -> str | None:
     """Return why a model cannot run with attn_implementation="nopad"; None if it can.
 
     What the config and the modules do not show, two forwards of a few tokens do, once per model.
+
+    states: accept recurrent and convolutional states that a `StatePool` can hold.
     """
-    return _declared_reason(model) or _observed_reason(model)
+    return _declared_reason(model, states) or _observed_reason(model)
 
 
 def not_causal_lm_reason(model: Any) -> str | None:
@@ -69,19 +73,21 @@ def is_encoder(config: Any) -> bool:
     return type(config) in MODEL_FOR_MASKED_LM_MAPPING and not is_decoder
 
 
-def _declared_reason(model: Any) -> str | None:
+def _declared_reason(model: Any, states: bool) -> str | None:
     config = model.config
     if (reason := not_causal_lm_reason(model)) is not None:
         return reason
     model_type = config.model_type
     if (reason := config_reason(config)) is not None:
         return reason
-    if not _uses_interface(model):
-        return f"{model_type} {NO_INTERFACE}"
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return f"{model_type} {NO_POSITIONS}"
-    if (state := declared_state(model)) is not None:
+    state = configured_state(config.get_text_config()) or declared_state(model)
+    if state is not None and not states:
         return f"{model_type} " + KEEPS_STATE.format(state)
+    if state is None or attention_layers(model):
+        if not _uses_interface(model):
+            return f"{model_type} {NO_INTERFACE}"
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            return f"{model_type} {NO_POSITIONS}"
     for module in model.modules():
         name = type(module).__name__
         if any(word in name for word in _SPARSE_MODULES):
@@ -104,22 +110,33 @@ def _spans_tokens(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
 
 
-def check_supported(model: Any) -> None:
-    """Raise with the reason if a model is not supported."""
-    reason = unsupported_reason(model)
+def check_supported(model: Any, *, states: bool = False) -> None:
+    """Raise with the reason if a model is not supported; `states` as in `unsupported_reason`."""
+    reason = unsupported_reason(model, states=states)
     if reason is not None:
         raise ValueError(f"nopad cannot run this model: {reason}")
 
 
 def layer_shapes(model: Any) -> list[tuple[int, int, int]]:
-    """Return (Hkv, Dk, Dv) of every layer, as the attention function sees them for one token."""
+    """Return (Hkv, Dk, Dv) of every layer, as the attention function sees them for one token.
+
+    Layers of a hybrid that do not attend have (0, 0, 0).
+    """
     calls = _probe(model).calls
     shapes = {layer: shape for layer, _, shape in calls}
-    if sorted(shapes) != list(range(len(shapes))) or len(shapes) != len(calls):
-        check_supported(model)
+    count = max(shapes, default=-1) + 1
+    may_skip = declared_state(model) is not None
+    has_gaps = len(shapes) < count and not may_skip
+    if len(shapes) != len(calls) or min(shapes, default=0) < 0 or has_gaps:
+        check_supported(model, states=True)
         layers = sorted(layer for layer, _, _ in calls)
         raise ValueError(f"{type(model).__name__}: attention was called for layers {layers}")
-    return [shapes[layer] for layer in range(len(shapes))]
+    return [shapes.get(layer, (0, 0, 0)) for layer in range(count)]
+
+
+def stateful_parts(model: Any) -> dict[nn.Module, StatefulModule]:
+    """Return the modules of a hybrid whose state a `StatePool` holds; none for other models."""
+    return _probe_states(model)[0]
 
 
 def drops_kwargs(model: Any) -> bool:
@@ -137,20 +154,36 @@ def step_context(model: Any, varlen: Varlen) -> AbstractContextManager[None]:
     return forward_context(varlen, model) if drops_kwargs(model) else nullcontext()
 
 
+def _probe_states(model: Any) -> tuple[dict[nn.Module, StatefulModule], list[str]]:
+    """Return these modules, and the names of those that lose their state between two chunks."""
+    if declared_state(model) is None:
+        return {}, []
+    return probe_states(lambda count: _forward_as_nopad(model, _probe_ids(model, count)), model)
+
+
 def _observed_reason(model: Any) -> str | None:
     """Return what a probe finds against a model; what cannot be probed is not supported."""
     model_type = model.config.model_type
     try:
-        if model not in _keeps_state:
-            _keeps_state[model] = keeps_state(model)
+        if model not in _observed_reasons:
+            _observed_reasons[model] = _examine(model)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a model may fail in any way
         line = (str(error).strip().splitlines() or [""])[0]
         return f"{model_type} cannot be examined ({type(error).__name__}: {line})"
-    if not _keeps_state[model]:
-        return None
-    return f"{model_type} carries a state from token to token beside attention, which is not paged"
+    reason = _observed_reasons[model]
+    return None if reason is None else f"{model_type} {reason}"
+
+
+def _examine(model: Any) -> str | None:
+    states, faulty = _probe_states(model)
+    if faulty:
+        return f"computes the second chunk of a prompt otherwise than in one piece ({faulty[0]})"
+    with silent_states(states):
+        if not keeps_state(model):
+            return None
+    return "carries a state from token to token beside attention and its cache"
 
 
 def keeps_state(model: Any) -> bool:
@@ -158,7 +191,7 @@ def keeps_state(model: Any) -> bool:
 
     While attention returns zeros, a token depends on itself alone, unless a layer keeps a state.
     """
-    ids = torch.arange(3, 3 + 2 * _PROBE_TOKENS) % model.config.get_text_config().vocab_size
+    ids = _probe_ids(model, 2 * _PROBE_TOKENS)
     first, second = ids.view(2, -1)
     with recording(silent=True), torch.no_grad():
         before, after = (
@@ -175,6 +208,10 @@ def keeps_state(model: Any) -> bool:
         raise
     except RuntimeError:  # some quantized weights have no backward
         return bool(moved > 2e-2)
+
+
+def _probe_ids(model: Any, count: int) -> torch.Tensor:
+    return torch.arange(3, 3 + count) % model.config.get_text_config().vocab_size
 
 
 def _gradient_reaches_back(model: Any, ids: torch.Tensor) -> bool:

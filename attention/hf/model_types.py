@@ -19,13 +19,14 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from ..varlen import in_backward
 from .forward_context import has_context
 
-KEEPS_STATE = "keeps a recurrent or convolutional state beside attention ({}), which is not paged"
+KEEPS_STATE = "keeps a recurrent or convolutional state beside attention ({})"
 NO_INTERFACE = "does not use the attention interface of Transformers"
 NO_POSITIONS = "takes no position_ids: its positions would not restart in a pack"
 SELECTS_KEYS = "selects keys by an index, which needs an explicit mask"
 _ONLY_UNPAGED = {
     "diffllama": "attends twice per layer under one layer index",
     "hrm_text": "runs its layers more than once per step",
+    **dict.fromkeys(("zamba", "zamba2"), "calls one attention block for several layers"),
 }
 """Right in packed rows, but not over pages."""
 _UNSUPPORTED_TYPES = {
@@ -54,8 +55,6 @@ def config_reason(config: Any, paged: bool = True) -> str | None:
             f"{model_type} counts its positions from pad_token_id + 1, a packed batch counts from "
             "0; attach_loss(model) and the trainers add it"
         )
-    if paged and (state := configured_state(config)) is not None:
-        return f"{model_type} " + KEEPS_STATE.format(state)
     if isinstance(getattr(config, "index_topk", None), int):
         return f"{model_type} {SELECTS_KEYS}"
     if getattr(config, "is_causal", True) is False:

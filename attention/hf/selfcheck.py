@@ -26,8 +26,9 @@ from ..paging.cache import PagedCache
 from ..varlen import Pages, Varlen
 from .leak_check import leaked_gradient
 from .mask_patch import document_mask
-from .model_support import layer_shapes, step_context
+from .model_support import layer_shapes, stateful_parts, step_context
 from .sequence_limits import frozen_rotary, sequence_limit
+from .state_pool import StatePool
 
 LENGTHS = (9, 1, 14, 6, 11)
 
@@ -139,7 +140,10 @@ def check_paged(model: Any, page_size: int = 16) -> float:
     documents = random_documents(model, lengths=(9, 1, longest, 6, min(18, longest)))
     with torch.no_grad():
         lengths = [d.shape[1] for d in documents]
-        expected = _forward(model, documents, repair=False)[0].split(lengths)
+        if stateful_parts(model):  # a packed row resets states only with an attached loss
+            expected = [_forward(model, [each], repair=False)[0] for each in documents]
+        else:
+            expected = _forward(model, documents, repair=False)[0].split(lengths)
         differences = []
         for spans, logits in _paged_steps(model, documents, page_size):
             for index, (start, end) in enumerate(spans):
@@ -194,6 +198,7 @@ def _paged_steps(model: Any, documents: list[Tensor], page_size: int):
     reference = next(model.parameters())
     shapes = layer_shapes(model)
     cache = PagedCache(allocator.num_pages, page_size, shapes, reference.dtype, reference.device)
+    states = StatePool(stateful_parts(model), len(documents), reference.device)
     done = [0] * len(documents)
     step = 0
     while done != lengths:
@@ -205,7 +210,7 @@ def _paged_steps(model: Any, documents: list[Tensor], page_size: int):
         for index, end in enumerate(ends):
             num_pages = len(allocator.pages(index)) if index in allocator.owners else 0
             allocator.allocate(index, -(-end // page_size) - num_pages)
-        yield spans, _paged_forward(model, documents, spans, allocator, cache)
+        yield spans, _paged_forward(model, documents, spans, allocator, cache, states)
         done, step = ends, step + 1
 
 
@@ -220,6 +225,7 @@ def _paged_forward(
     spans: list[tuple[int, int]],
     allocator: PageAllocator,
     cache: PagedCache,
+    states: StatePool,
 ) -> Tensor:
     device, size = documents[0].device, cache.page_size
     tables = [allocator.pages(i) for i in range(len(spans))]
@@ -242,7 +248,9 @@ def _paged_forward(
     varlen = Varlen(ints(ends), max(b - a for a, b in pairwise(ends)), pages)
     tokens = torch.cat([documents[i][0, a:b] for i, (a, b) in enumerate(spans)])[None]
     positions = ints([p for _, p in tokens_at], torch.int64)[None]
-    with step_context(model, varlen), frozen_rotary(model.modules()):
+    starts, lengths = [start for start, _ in spans], [end - start for start, end in spans]
+    pooled = states.step(range(len(spans)), starts, lengths)
+    with step_context(model, varlen), frozen_rotary(model.modules()), pooled:
         return model(
             input_ids=tokens, position_ids=positions, use_cache=False, varlen=varlen
         ).logits[0]

@@ -385,10 +385,12 @@ def types_table() -> str:
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
     }
-    refused, untested = (texts[name].split() for name in ("_REFUSED", "_TOO_BIG"))
-    right = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*refused, *untested})
+    names = ("_REFUSED", "_TOO_BIG", "_LEAKS")
+    refused, untested, generated = (texts[name].split() for name in names)
+    right = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*refused, *untested, *generated})
     rows = [
         [f"{len(right)} types: packed training and the engine", _names(right)],
+        [f"{len(generated)} type: the engine only", _names(generated)],
         [f'{len(refused)} types: `attn_implementation="nopad"` refuses them', _names(refused)],
         [f"{len(untested)} types: not tested", _names(untested)],
     ]

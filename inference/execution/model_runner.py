@@ -8,7 +8,7 @@ Step (host) ─one copy─▶ ids, positions, pages ─▶ model ─▶ logits t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...attention import PagedCache, Pages, Varlen, check_every_layer, step_context
+from ...attention.hf import StatePool
 from ...attention.paging import PageCopy
 from ...runtime import is_out_of_memory
 from ..metrics.stats import Stats
@@ -45,22 +46,25 @@ class ModelRunner:
         graph_byte_budget: int,
         max_model_len: int,
         tokens_ahead: int = 0,
+        states: StatePool | None = None,
     ):
         """Set up the buffers.
 
         num_rows: maximum requests of a step.
         graph_byte_budget: memory for CUDA graphs, 0 for none.
         tokens_ahead: capture the graphs of prefill steps up to this size before the first step.
+        states: those of the running requests, by batch row, if the model keeps any.
         """
         self.lookahead = 1 if device.type == "cuda" else 0
         self.cache = cache
+        self.states = states
         self._model = model
         self.device = device
         self._transfer = HostDeviceCopy(device)
         # The extra entry receives the tokens of a graph's padding rows.
         self._last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self._token_history = self._last_tokens.new_zeros(len(self._last_tokens), 0)
-        self._layers_checked = False
+        self._layers_checked = not cache.layer_shapes  # no layer attends
         self._stats = stats
         self.replays = GraphReplays(
             cache, self._last_tokens, graph_byte_budget, max_model_len, tokens_ahead, stats
@@ -132,7 +136,15 @@ class ModelRunner:
         )
         pages = Pages(self.cache, table, seq_lens, kv_slots, step.max_seq_len)
         varlen = Varlen(cu_seqlens, step.max_query_len, pages)
-        return self.forward(ids, positions, varlen, indices)
+        with self._states_of(step):
+            return self.forward(ids, positions, varlen, indices)
+
+    def _states_of(self, step: Step) -> AbstractContextManager[None]:
+        if self.states is None:
+            return nullcontext()
+        lengths = np.diff(step.cu_seqlens)
+        starts, rows = step.seq_lens - lengths, [request.row for request in step.requests]
+        return self.states.step(rows, starts.tolist(), lengths.tolist())
 
     def forward(
         self, ids: Tensor, positions: Tensor, varlen: Varlen, logits_to_keep: Tensor | int

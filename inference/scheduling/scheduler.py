@@ -59,18 +59,22 @@ class Scheduler:
         max_model_len: int,
         max_waiting: int | None = None,
         max_scored_positions: int = 1024,
+        has_states: bool = False,
         trace: RequestTrace | None = None,
     ):
         """Start with an empty queue.
 
         max_waiting: maximum length of the queue; None: unlimited. Callers check `queue_error`.
         max_scored_positions: maximum positions scored per step; each needs a row of logits.
+        has_states: whether the model keeps states besides the pages: no prefix can be reused, since
+            its state is lost, and a step that failed midway cannot be repeated.
         """
         self.pages = pages
         self.max_waiting = max_waiting
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_scored_positions = max_scored_positions
+        self.has_states = has_states
         self.cache_salt = ""
         """Version of the weights; prefixes are shared only within one version."""
         max_pages = -(-max_model_len // pages.page_size)
@@ -200,6 +204,8 @@ class Scheduler:
             raise MemoryError(
                 f"one request with {_MIN_BATCHED_TOKENS} tokens a step does not fit the memory"
             )
+        if self.has_states:
+            self.preempt_all("a step failed midway")
 
     def preempt_all(self, why: str) -> None:
         """Send every running request back to the queue, to be recomputed."""
@@ -242,13 +248,14 @@ class Scheduler:
         while (
             tokens_left > 0
             and len(self.running) < self.max_num_seqs
+            and self._free_rows
             and len(deferred) < _MAX_DEFERRED
         ):
             self._prune_waiting()
             if not self._waiting:
                 break
             request = self._waiting[0][1]
-            prefix = request.token_ids(0, request.max_prefix_hit)
+            prefix = request.token_ids(0, self._max_prefix_hit(request))
             hit = self.pages.attach_prefix(request.id, prefix, self.cache_salt)
             if self._prefix_in_progress(request, hit, prefixes_in_progress):
                 self.pages.free(request.id)
@@ -274,8 +281,11 @@ class Scheduler:
         self, request: Request, hit: PrefixHit, prefixes_in_progress: set[tuple[int, bytes]]
     ) -> bool:
         """Whether this step computes, for another request, what the next step could reuse."""
-        may_hit_more = hit.tokens + STRIDE <= request.max_prefix_hit
+        may_hit_more = hit.tokens + STRIDE <= self._max_prefix_hit(request)
         return may_hit_more and self._next_prefix_key(request, hit.tokens) in prefixes_in_progress
+
+    def _max_prefix_hit(self, request: Request) -> int:
+        return 0 if self.has_states else request.max_prefix_hit
 
     def _try_admit(self, request: Request, hit: PrefixHit, plan: SchedulerOutput) -> bool:
         """Give a waiting request pages and a row, if enough pages are free."""
@@ -318,7 +328,7 @@ class Scheduler:
     def _register_prefix(self, request: Request, start: int) -> None:
         """Register the part of the prompt that this step computes, for later requests."""
         stop = min(request.num_computed, request.prompt_len)
-        if stop // STRIDE > start // STRIDE:
+        if stop // STRIDE > start // STRIDE and not self.has_states:
             self.pages.register(request.id, request.prompt_token_ids[:stop], self.cache_salt)
 
     def _append_pages(self, request: Request, count: int) -> None:

@@ -97,11 +97,16 @@ def test_a_wrong_result_without_a_leak_is_told_too(tmp_path, capsys):
 
 
 def test_what_is_refused_is_told_with_the_reason(capsys):
-    assert main(["qwen3_next", "--attn", "nopad"]) == 2, "nothing was checked"
+    assert main(["deepseek_v32", "--attn", "nopad"]) == 2, "nothing was checked"
+    text = capsys.readouterr().out
+    assert verdicts(text) == {"nopad": "refused"} and "Nothing was checked" in text
+    assert main(["lfm2", "--attn", "nopad"]) == 0
     text = capsys.readouterr().out
     assert verdicts(text) == {"nopad": "refused"}
     assert "trainers: right with nopad by resetting states at document boundaries" in text
-    assert "Nothing was checked" in text
+    assert "With nopad's Engine: right." in text
+    assert main(["recurrent_gemma", "--attn", "nopad"]) == 2
+    assert "Engine: refused, recurrent_gemma carries a state" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "lfm2_moe", "mamba2", "zamba2"])

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from nopad.attention.hf import (
     forward_context,
     packed_batch,
     random_documents,
+    stateful_parts,
     step_context,
 )
 from nopad.attention.hf.model_support import keeps_state
 from nopad.attention.hf.model_types import refuse_unsupported
-from nopad.cli.tiny_model import randomize_weights, tiny_config
+from nopad.cli.tiny_model import randomize_weights, tiny_config, tiny_model
 from nopad.inference import Engine, SamplingParams
 from odd_models import odd_model
 from transformers import AutoModelForCausalLM
@@ -63,7 +65,7 @@ def test_a_model_has_the_same_reason_after_another_forward_was_bound_to_it():
     """A trainer that failed leaves its loss on the model, and the engine looks for autocast."""
     told = []
     for prepared in (False, True):
-        model = tiny("qwen3_next", "eager")
+        model = tiny("deepseek_v32", "eager")
         if prepared:
             model.forward = model.forward
         with pytest.raises(ValueError, match="cannot run this model") as error:
@@ -84,14 +86,27 @@ def test_a_layer_of_unknown_name_that_mixes_tokens_is_refused():
         Engine(model).generate([[3, 4, 5]])
 
 
-def test_falcon_h1_is_refused_even_where_weights_hide_its_state():
+def test_a_state_is_found_even_where_weights_hide_it():
     model = odd_model("stateful").to(torch.bfloat16)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1e-3)
+    assert re.search("falcon_h1 .*state beside attention", unsupported_reason(model) or "")
+    assert unsupported_reason(model, states=True) is None
+    assert len(stateful_parts(model)) == model.config.num_hidden_layers
     for run in (lambda e: e.generate([[3, 4, 5]]), lambda e: e.score([[3, 4]], [[5]])):
-        with pytest.raises(ValueError, match=r"falcon_h1 .*state beside attention"):
-            run(Engine(model))
+        assert run(Engine(model))[0].error is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("recurrent_gemma", "state from token to token"), ("zamba2", "block for several layers")],
+)
+def test_states_outside_a_cache_and_shared_attention_are_refused(kind, reason):
+    model, _ = tiny_model(CONFIG_MAPPING[kind](), every_kind=True, attn_implementation="eager")
+    assert reason in (unsupported_reason(model, states=True) or "")
+    with pytest.raises(ValueError, match=reason):
+        Engine(model).generate([[3, 4, 5]])
 
 
 def test_what_cannot_be_examined_is_refused(monkeypatch):

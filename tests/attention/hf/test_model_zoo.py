@@ -2,32 +2,41 @@
 
 It has every kind of layer that its type can have, but for `LACKS`, and must give, packed, what its
 documents give one by one under eager attention (logits, loss and gradients), and over pages, in
-uneven chunks, what it gives packed. `EXCEPTIONS` names every type that is not held to that; the run
-is compared with it, so the list can only shrink.
+uneven chunks, what it gives packed. In packs, an attached loss resets layers that
+keep a state. `EXCEPTIONS` names every type that is not held to that; the run is compared with it,
+so the list can only shrink.
 """
 
 import pytest
 import torch
 from nopad.attention import check_every_layer, unsupported_reason
-from nopad.attention.hf import check_packed, check_paged, interface, packed_batch, random_documents
+from nopad.attention.hf import (
+    check_packed,
+    check_paged,
+    interface,
+    packed_batch,
+    random_documents,
+    stateful_parts,
+)
+from nopad.attention.hf.layer_check import attention_layers
 from nopad.cli.doctor_isolation import with_attention
 from nopad.cli.tiny_model import tiny_model
+from nopad.trainer.loss import attach_loss
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 REFUSED, TOO_BIG = "refused", "not built small"
-# `unsupported_reason` gives the reason of each: state beside attention, no attention interface,
-# sparse selection of keys, positions that cannot restart.
+# `unsupported_reason` gives the reason of each: a state outside a cache, attention blocks that
+# several layers call, no attention interface, sparse selection of keys, positions that cannot
+# restart.
 _REFUSED = """
-axk2 bailing_hybrid bamba bart big_bird bigbird_pegasus blenderbot blenderbot-small bloom
-camembert codegen cpmant data2vec-text deepseek_v32 deepseek_v4 diffllama doge falcon falcon_h1
-falcon_mamba git glm_moe_dsa gpt_neo gpt_neox_japanese gptj granitemoehybrid hrm_text hy_v4
-inkling_text jamba kimi_linear lfm2 lfm2_moe mamba mamba2 marian mbart megatron-bert minimax
-minimax_m3_vl_text moss_transcribe_diarize mpt mvp nemotron_h olmo_hybrid openai-gpt pegasus plbart
-qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text
-recurrent_gemma rembert roberta roberta-prelayernorm roformer rwkv trocr whisper xglm xlm
-xlm-roberta xlm-roberta-xl xlstm xmod zamba zamba2 zaya
+axk2 bart big_bird bigbird_pegasus blenderbot blenderbot-small bloom camembert codegen cpmant
+data2vec-text deepseek_v32 deepseek_v4 diffllama doge falcon git glm_moe_dsa gpt_neo
+gpt_neox_japanese gptj hrm_text hy_v4 inkling_text marian mbart megatron-bert minimax_m3_vl_text
+moss_transcribe_diarize mpt mvp openai-gpt pegasus plbart qwen4_exp qwen4_exp_text recurrent_gemma
+rembert roberta roberta-prelayernorm roformer rwkv trocr whisper xglm xlm xlm-roberta
+xlm-roberta-xl xlstm xmod zamba zamba2
 """
 # They need more than tokens, other libraries, or sizes that hang together in ways `tiny_config`
 # does not know; a live one is probed before it runs (`keeps_state`), and refused where that fails.
@@ -43,7 +52,16 @@ gpt2 gpt_neox gpt_oss gptj granite lfm2 llama llama4_text mamba2 mistral mixtral
 moshi mpt nemotron olmo2 olmoe opt phi3 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next roberta smollm3
 stablelm starcoder2 xlnet
 """
-EXCEPTIONS = dict.fromkeys(_REFUSED.split(), REFUSED) | dict.fromkeys(_TOO_BIG.split(), TOO_BIG)
+_LEAKS = "zaya"
+LEAKS, ONE_TOKEN_DIFFERS = "packs leak", "one token differs"
+EXCEPTIONS = {
+    # Its state is inside attention, where no trainer resets it; the engine keeps it.
+    _LEAKS: LEAKS,
+    # Its own code bounds the time step of several tokens, not that of one: the engine gives what
+    # `generate` gives (test_stateful_models.py), and neither what a pack gives.
+    "nemotron_h": ONE_TOKEN_DIFFERS,
+}
+EXCEPTIONS |= dict.fromkeys(_REFUSED.split(), REFUSED) | dict.fromkeys(_TOO_BIG.split(), TOO_BIG)
 LACKS = {
     "big_bird": ["BigBirdBlockSparseAttention"],  # long rows alone have it
     "doge": ["DogeCDMoE"],  # instead of the dense layers
@@ -66,21 +84,26 @@ def build(kind):
 
 
 def examine(kind):
-    """'right', 'wrong', REFUSED or TOO_BIG, with the details."""
+    """'right', 'wrong' or a value of EXCEPTIONS, with the details."""
     try:
         oracle, lacks = build(kind)
     except NotBuiltSmall as error:
         return TOO_BIG, str(error)
     if lacks != LACKS.get(kind, []):
         return "wrong", f"its tiny model lacks {lacks}"
-    reason = unsupported_reason(oracle)
+    reason = unsupported_reason(oracle, states=True)
     if reason is not None:
         return REFUSED, reason
     model = with_attention(oracle, "nopad")
-    packed, paged = check_packed(model, oracle), check_paged(model)
+    paged = check_paged(model)
+    if stateful_parts(model):
+        attach_loss(model)
+    packed = check_packed(model, oracle)
     if not (packed.within() and paged <= 1e-3):
-        return "wrong", f"{packed}, paged {paged}"
-    for name, change in unused_rules(model).items():
+        outcome = LEAKS if paged <= 1e-3 and packed.leak else "wrong"
+        outcome = ONE_TOKEN_DIFFERS if packed.within() and paged <= 0.1 else outcome
+        return outcome, f"{packed}, paged {paged}"
+    for name, change in unused_rules(model).items() if attention_layers(model) else ():
         if not change >= 1e-3:
             return (
                 "wrong",

@@ -1,0 +1,325 @@
+"""Recurrent and convolutional states of running sequences, beside their pages.
+
+    batch row    0    1    2          the states of a layer: [rows, ...]
+    step        [b | a a a a | c]     b and c, one token each, run as one batch; the chunk a alone
+
+Modules of Transformers read and write their states in a `Cache`. In a step, such a module runs
+once for all sequences with one token, and once for each chunk of a prompt, with a cache that holds
+the states of these sequences. A sequence that starts has no state yet: what its row held before is
+never read, so nothing has to be reset.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from ...runtime import stock_class
+from .layer_check import attends
+
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "varlen")
+"""Arguments that describe a row of several sequences."""
+State = tuple[Tensor | None, Tensor | None]
+"""The convolutional and the recurrent state [B, ...] of a module; None where it has none."""
+Forward = Callable[..., Any]
+"""Takes a module, its forward, and that forward's arguments."""
+_CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+_CUTS = (0, 5, 6, 12)
+"""Where the probe cuts its tokens: into a prompt, one token, and several."""
+_TOKENS = _CUTS[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class StatefulModule:
+    """What a module that keeps a state needs."""
+
+    state: State
+    """That of one sequence, on "meta"."""
+    parameters: tuple[str, ...]
+    """Names of its forward's parameters; the hidden states are the first."""
+    token_by_token: bool = False
+    """Whether it continues a sequence with one token only, as Mamba's torch code does."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.nbytes for part in self.state if part is not None)
+
+
+class StatePool:
+    """States of every layer for a number of running sequences.
+
+    Args:
+        modules: those that keep a state, as `stateful_parts` returns them.
+        num_rows: sequences that it holds.
+        device: where the states are.
+    """
+
+    def __init__(
+        self, modules: dict[nn.Module, StatefulModule], num_rows: int, device: torch.device | str
+    ):
+        def rows(state: Tensor) -> Tensor:
+            return torch.zeros(num_rows, *state.shape[1:], dtype=state.dtype, device=device)
+
+        self._modules = modules
+        self._states: dict[nn.Module, State] = {
+            module: _each(kept.state, rows) for module, kept in modules.items()
+        }
+        self._device = device
+
+    @contextmanager
+    def step(
+        self, rows: Iterable[int], starts: Iterable[int], lengths: Iterable[int]
+    ) -> Iterator[None]:
+        """Run the modules of a forward inside on sequences that are laid end to end.
+
+        rows: of each in this pool; starts: tokens that each has run before; lengths: tokens now.
+        """
+        groups = list(self._group(rows, starts, lengths))
+        with replaced_forwards(self._modules, partial(self._forward, groups)):
+            yield
+
+    def _group(
+        self, rows: Iterable[int], starts: Iterable[int], lengths: Iterable[int]
+    ) -> Iterator[SequenceGroup]:
+        offset, single_tokens, single_rows = 0, list[int](), list[int]()
+        for row, start, length in zip(rows, starts, lengths, strict=True):
+            if length == 1 and start:
+                single_tokens.append(offset)
+                single_rows.append(row)
+            elif length:
+                yield SequenceGroup.chunk(offset, offset + length, row, not start, self._device)
+            offset += length
+        if single_rows:
+            tokens, at = torch.tensor([single_tokens, single_rows], device=self._device)
+            yield SequenceGroup(tokens, at, is_fresh=False)
+
+    def _forward(
+        self,
+        groups: list[SequenceGroup],
+        module: nn.Module,
+        stock: Forward,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        kept, states = self._modules[module], self._states[module]
+        if kept.token_by_token:
+            groups = [part for group in groups for part in group.tokens_alone()]
+        named, outputs = _named(kept, args, kwargs), []
+        for group in groups:
+            out, new_state = group.run(module, stock, kept, group.read(states), named)
+            group.write(states, new_state)
+            outputs.append(out)
+        return _join(groups, outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceGroup:
+    """B sequences of equal length that a module runs together."""
+
+    tokens: Tensor
+    """int64 [B * L]: the indices of their tokens in the step."""
+    rows: Tensor
+    """int64 [B]: their rows in the pool."""
+    is_fresh: bool
+    """Whether they start in this step."""
+
+    @staticmethod
+    def chunk(start: int, end: int, row: int, is_fresh: bool, device: Any) -> SequenceGroup:
+        """Return one sequence alone."""
+        rows = torch.tensor([row], device=device)
+        return SequenceGroup(torch.arange(start, end, device=device), rows, is_fresh)
+
+    def tokens_alone(self) -> list[SequenceGroup]:
+        """Return a group for each token if a sequence continues with several."""
+        if self.is_fresh or len(self.tokens) == len(self.rows):
+            return [self]
+        return [SequenceGroup(token, self.rows, is_fresh=False) for token in self.tokens.split(1)]
+
+    def has_tokens(self, value: Any) -> bool:
+        """Return whether a value is a tensor [B, L, ...] of these sequences."""
+        shape = (len(self.rows), len(self.tokens) // len(self.rows))
+        return isinstance(value, Tensor) and value.shape[:2] == shape
+
+    def read(self, states: State) -> State:
+        if self.is_fresh:
+            return _each(states, lambda s: s.new_zeros(len(self.rows), *s.shape[1:]))
+        return _each(states, lambda s: s[self.rows])
+
+    def write(self, states: State, new: State) -> None:
+        for state, rows in zip(states, new, strict=True):
+            if state is not None and rows is not None:
+                state[self.rows] = rows.to(state.dtype)
+
+    def run(
+        self, module: nn.Module, stock: Forward, kept: StatefulModule, state: State, named: dict
+    ) -> tuple[Any, State]:
+        """Run a module on these sequences; return its output and their new states."""
+        total = named[kept.parameters[0]].shape[1]
+        cache = GroupCache(module, state, self.is_fresh)
+        parts = {name: self._part(value, total) for name, value in named.items()}
+        return stock(**parts | {_cache_argument(kept.parameters): cache}), cache.state
+
+    def _part(self, value: Any, total: int) -> Any:
+        """Return the part [B, L, ...] of an argument; what has no token dim is passed as it is."""
+        if isinstance(value, tuple):
+            return tuple(self._part(each, total) for each in value)
+        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total):
+            return value[0, self.tokens].unflatten(0, (len(self.rows), -1))
+        return value
+
+
+class GroupCache(Cache):
+    """The states of a group of sequences, as a module of Transformers reads and writes them."""
+
+    def __init__(self, module: Any, state: State, is_fresh: bool):
+        layer = self._layer = LinearAttentionLayer()
+        layer.conv_states[0], layer.recurrent_states[0] = conv, recurrent = state
+        layer.is_conv_states_initialized[0] = conv is not None
+        layer.is_recurrent_states_initialized[0] = recurrent is not None
+        layer.conv_kernel_size[0] = None if conv is None else conv.shape[-1]
+        layer.has_previous_state[0] = not is_fresh
+        super().__init__(layers=[layer] * (module.layer_idx + 1))
+
+    @property
+    def state(self) -> State:
+        return self._layer.conv_states[0], self._layer.recurrent_states[0]
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return the state of MiniMax's lightning attention, whose cache has its own methods."""
+        return self._layer.recurrent_states[0] if self._layer.has_previous_state[0] else None
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Set the state of MiniMax's lightning attention."""
+        self._layer.recurrent_states[0] = linear_cache
+
+
+def _join(groups: list[SequenceGroup], outputs: list[Any]) -> Any:
+    """Return what a module returns for a step, from its outputs for the groups."""
+    if isinstance(outputs[0], tuple):
+        return tuple(_join(groups, list(each)) for each in zip(*outputs, strict=True))
+    if not all(map(SequenceGroup.has_tokens, groups, outputs)):
+        return outputs[0]
+    order = torch.cat([group.tokens for group in groups])
+    values = torch.cat([out.flatten(0, 1) for out in outputs])
+    return torch.empty_like(values).index_copy_(0, order, values)[None]
+
+
+def probe_states(
+    run_model: Callable[[int], Any], model: nn.Module
+) -> tuple[dict[nn.Module, StatefulModule], list[str]]:
+    """Return the modules that keep a state, and the names of those that lose it between chunks.
+
+    run_model: runs a number of tokens as one sequence.
+    """
+    found: dict[nn.Module, StatefulModule] = {}
+    faulty: list[str] = []
+    parameters = _candidates(model)
+
+    def forward(module: nn.Module, stock: Forward, *args: Any, **kwargs: Any) -> Any:
+        nothing = StatefulModule((None, None), parameters[module])
+        named = _named(nothing, args, kwargs)
+        device = named[nothing.parameters[0]].device
+
+        def run(cuts: Iterable[int]) -> tuple[list[Any], State]:
+            outputs, state = [], None
+            for start, end in pairwise(cuts):
+                group = SequenceGroup.chunk(start, end, 0, state is None, device)
+                out, state = group.run(module, stock, nothing, state or (None, None), named)
+                outputs.append(out)
+            return outputs, state or (None, None)
+
+        (out,), state = run((0, _TOKENS))
+        if state == (None, None):
+            return out
+        whole, (restarted,) = _hidden(out), run((_CUTS[1], _TOKENS))[0]
+        for token_by_token in (False, True):
+            cuts = (0, *range(_CUTS[1], _TOKENS + 1)) if token_by_token else _CUTS
+            chunked = torch.cat([_hidden(each) for each in run(cuts)[0][1:]], 1)
+            if is_nearer(chunked, _hidden(restarted), whole[:, _CUTS[1] :]):
+                break
+        else:
+            faulty.append(type(module).__name__)
+        on_meta = _each(state, lambda s: s.to("meta"))
+        found[module] = StatefulModule(on_meta, parameters[module], token_by_token)
+        return out
+
+    with torch.no_grad(), replaced_forwards(parameters, forward):
+        run_model(_TOKENS)
+    return found, faulty
+
+
+def is_nearer(chunked: Tensor, restarted: Tensor, whole: Tensor) -> bool:
+    """Whether every token of chunks is that of the whole, but for rounding.
+
+    restarted: the same tokens without a state; they tell how much it matters in any precision.
+    """
+    differences = (chunked - whole, restarted - whole, whole)
+    error, lost, size = (each.float().norm(dim=-1) for each in differences)
+    return not (error > torch.maximum(0.25 * lost, 0.02 * size)).any()  # NaN is not a fault
+
+
+def silent_states(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Make modules that keep a state return zeros inside."""
+
+    def zeros(value: Any) -> Any:
+        return torch.zeros_like(value) if isinstance(value, Tensor) else value
+
+    def forward(_: nn.Module, stock: Forward, *args: Any, **kwargs: Any) -> Any:
+        out = stock(*args, **kwargs)
+        return tuple(map(zeros, out)) if isinstance(out, tuple) else zeros(out)
+
+    return replaced_forwards(modules, forward)
+
+
+@contextmanager
+def replaced_forwards(modules: Iterable[nn.Module], forward: Forward) -> Iterator[None]:
+    """Call `forward` with a module and its own forward, in place of that forward, inside."""
+    before = [(module, vars(module).get("forward")) for module in modules]
+    try:
+        for module, own in before:
+            stock = own or partial(stock_class(module).forward, module)
+            vars(module)["forward"] = partial(forward, module, stock)
+        yield
+    finally:
+        for module, own in before:
+            del vars(module)["forward"]
+            if own is not None:
+                vars(module)["forward"] = own
+
+
+def _candidates(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
+    """Return the modules that take a cache and do not attend, with their forward's parameters."""
+    found: dict[nn.Module, tuple[str, ...]] = {}
+    for module in model.modules():
+        if isinstance(getattr(module, "layer_idx", None), int):
+            names = tuple(inspect.signature(stock_class(module).forward).parameters)[1:]
+            if _cache_argument(names) and not any(map(attends, module.modules())):
+                found[module] = names
+    return found
+
+
+def _cache_argument(parameters: tuple[str, ...]) -> str:
+    return next((name for name in _CACHE_ARGUMENTS if name in parameters), "")
+
+
+def _named(kept: StatefulModule, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Return all arguments of a call by name, but for those that describe a row."""
+    named = dict(zip(kept.parameters, args, strict=False)) | kwargs
+    return {name: value for name, value in named.items() if name not in BOUNDARIES}
+
+
+def _each(state: State, function: Callable[[Tensor], Tensor]) -> Any:
+    return tuple(None if part is None else function(part) for part in state)
+
+
+def _hidden(out: Any) -> Tensor:
+    return out[0] if isinstance(out, tuple) else out
