@@ -205,18 +205,13 @@ def _fit_sweep(size, arrivals, starts, shift, capacity, key, retry):
 
 @jit
 def _make_packs(size, arrivals, starts, shift, capacity, key, waste, spare):
-    """Put all segments into packs, one pack after the other; see the head of the file.
-
-    spare: the space that all packs may leave free together; with more, the rest stays without one.
-    """
+    """Put the segments into packs (see above), until these leave more than `spare` free."""
     n, rest, packs, placed = len(arrivals), arrivals.copy(), 0, 0
     order, offsets, lacks = np.empty(n, np.int64), np.zeros(n + 1, np.int64), np.empty(n, np.int64)
     free, longest_short = np.arange(n + 1), _up_to(size, starts, shift, capacity // 2)
     short, tokens, long = longest_short, size[: longest_short + 1].sum(), n - longest_short
-    scarce, slack = short < 2 * long, np.int64(0)
-    if long and not scarce:
-        ratio = max(0.0, size.sum() / (long * capacity) - 1)
-        slack = min(tokens // short, np.int64(waste * capacity * ratio * ratio))
+    scarce = short < 2 * long
+    slack = _slack(size.sum(), tokens, short, long, capacity, waste)
     longest, cursor, end = n, 0, n
     while placed < n and spare >= 0:
         longest = _last_free(free, longest)
@@ -243,8 +238,7 @@ def _make_packs(size, arrivals, starts, shift, capacity, key, waste, spare):
             while probes and not chosen:
                 if cursor == end:
                     cursor, end = 0, _drop_packed(rest, free, end)
-                any_one = rest[unsigned(cursor)]
-                cursor += 1
+                any_one, cursor = rest[unsigned(cursor)], cursor + 1
                 if free[unsigned(any_one)] != any_one:
                     continue
                 probes -= 1
@@ -268,9 +262,17 @@ def _make_packs(size, arrivals, starts, shift, capacity, key, waste, spare):
         spare -= room
         room -= slack if placed - start <= 2 else 0
         lacks[packs] = room if room > capacity // FULL else 0
-        packs += 1
-        offsets[packs] = placed
+        offsets[packs + 1], packs = placed, packs + 1
     return order, offsets[: packs + 1], lacks[:packs]
+
+
+@jit
+def _slack(all_tokens, tokens, short, long, capacity, waste):
+    """Return the space that a single segment beside a long one may leave free."""
+    if long == 0 or short < 2 * long:
+        return np.int64(0)
+    ratio = max(0.0, all_tokens / (long * capacity) - 1)
+    return min(tokens // short, np.int64(waste * capacity * ratio * ratio))
 
 
 @jit

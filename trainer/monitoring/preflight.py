@@ -148,8 +148,8 @@ def _check_shards(model: Any, collator: Any, lengths: list[int]) -> None:
     if difference:
         raise ValueError(
             f"the losses of {model.config.model_type} change by {difference:.2g} when a row is "
-            f"spread over {loss.row_shards.ranks} ranks: train without sequence parallelism; check=False "
-            "skips this check"
+            f"spread over {loss.row_shards.ranks} ranks: train without sequence parallelism; "
+            "check=False skips this check"
         )
 
 
