@@ -11,7 +11,7 @@ were cut into calls, nor on how often the planner was saved and restored in betw
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -133,7 +133,7 @@ class Counts:
 
     def as_list(self) -> list[int]:
         """Return the counters in their order: `Counts(*counts.as_list())` has the same."""
-        return [getattr(self, name) for name in self.__slots__]
+        return list(astuple(self))
 
     @property
     def pending_tokens(self) -> int:

@@ -51,7 +51,7 @@ def check_run(
     only.
     """
     config: Any = model.config.get_text_config()
-    attention = getattr(config, "_attn_implementation", "eager")
+    attention = config._attn_implementation
     _check_lengths(data, config)
     _check_weights(model, collator)
     _check_labels(model, data, collator)
@@ -156,7 +156,7 @@ def _check_shards(model: Any, collator: Any, lengths: list[int]) -> None:
 def _try_mask_repair(model: Any, check: Callable[..., str], fault: str) -> str:
     """Make the attached loss pass document ids to the stock masks, if that makes packing right."""
     config = model.config.get_text_config()
-    attention = getattr(config, "_attn_implementation", "eager")
+    attention = config._attn_implementation
     advice = _other_attention(model, attention)
     can_mask = attention != "nopad" and install_mask_patch()
     if can_mask and not check(mask=True):
