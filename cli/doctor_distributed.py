@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..collators import PackedCollator
@@ -396,4 +397,4 @@ def _to_device(batch: dict, device: torch.device) -> dict:
 
 
 def _whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

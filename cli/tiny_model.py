@@ -301,7 +301,7 @@ def _zero(rate: Any) -> float:
 
 def _sub_configs(config: Any) -> list[tuple[str, Any]]:
     """Return the configs inside a config: of its text, vision and audio models."""
-    named = [(name, getattr(config, name, None)) for name in getattr(config, "sub_configs", {})]
+    named = [(name, getattr(config, name, None)) for name in config.sub_configs]
     return [(name, inner) for name, inner in named if isinstance(inner, PreTrainedConfig)]
 
 
@@ -321,7 +321,7 @@ def _rebuild(config: Any, changes: dict[str, Any]) -> Any:
         for name, value in config.to_diff_dict().items()
         if name in _KEPT and name not in changes
     }
-    aliases = getattr(config, "attribute_map", {})  # values under an alias are set last
+    aliases = config.attribute_map  # values under an alias are set last
     values = {
         aliases.get(name, name): value
         for name, value in (kept | changes).items()
@@ -331,7 +331,7 @@ def _rebuild(config: Any, changes: dict[str, Any]) -> Any:
 
 
 def _settable(config: Any, name: str) -> bool:
-    name = getattr(config, "attribute_map", {}).get(name, name)
+    name = config.attribute_map.get(name, name)
     attribute = getattr(type(config), name, None)
     return not isinstance(attribute, property) or attribute.fset is not None
 

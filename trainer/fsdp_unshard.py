@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ..runtime import fsdp_hook_ids, gather_objects
 
@@ -53,7 +54,7 @@ def unsharded_head(head: Any) -> Iterator[None]:
 
     FSDP then reduces the gradient over the ranks, and reshards the head after the backward.
     """
-    is_resharded = hasattr(head, "unshard") and hasattr(head.weight, "full_tensor")
+    is_resharded = isinstance(head, FSDPModule) and isinstance(head.weight, DTensor)
     if is_resharded:
         head.unshard()
     yield
@@ -63,7 +64,7 @@ def unsharded_head(head: Any) -> Iterator[None]:
 
 def full_tensor(parameter: Any) -> Any:
     """Return a parameter that is sharded by tensor parallelism as a full tensor."""
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def _fits(model: nn.Module) -> bool:

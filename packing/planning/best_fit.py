@@ -74,69 +74,82 @@ def fit_windows(sizes, deferrals, packed, capacity, pool, flush, final):
     """
     n, arrived, packs = len(sizes), len(deferrals), 0
     order, offsets, pending = np.empty(n, np.int64), np.zeros(n + 1, np.int64), np.arange(arrived)
+    deferrals = np.concatenate((deferrals, np.zeros(n - arrived, np.int64)))
     flush = flush and sizes.sum() > capacity
     while len(pending) + n - arrived >= pool or ((flush or final) and len(pending) + n > arrived):
         taken = min(pool - len(pending), n - arrived)
         window = np.concatenate((pending, np.arange(arrived, arrived + taken)))
-        deferrals = np.concatenate((deferrals, np.zeros(taken, np.int64)))
         arrived += taken
         ends_here = arrived == n and (flush or final)
         flush = flush and not ends_here
-        before = packed + offsets[packs]
-        chosen, ends, deferred = _fit_window(
-            sizes[window], deferrals, before, capacity, ends_here, ends_here and final
-        )
-        begin = offsets[packs]
-        order[begin : begin + len(chosen)] = window[chosen]
-        offsets[packs : packs + len(ends)] = begin + ends
-        packs += len(ends) - 1
-        pending, deferrals = window[deferred], deferrals[deferred] + 1
+        packs, pending = _fit_window(
+            sizes, deferrals, window, order, offsets, packs, packed, capacity, ends_here,
+            ends_here and final,
+        )  # fmt: skip
+    deferrals = deferrals[pending]
     pending = np.concatenate((pending, np.arange(arrived, n)))
     return order[: offsets[packs]], offsets[: packs + 1], pending, deferrals
 
 
 @jit
-def _fit_window(sizes, deferrals, before, capacity, flush, final):
-    """Pack a window in sweeps; return its packs in random order, and the segments to defer.
+def _fit_window(
+    sizes, deferrals, window, order, offsets, first, packed, capacity, flush, final
+):  # fmt: skip
+    """Pack a window in sweeps, and append its packs in random order to `order` and `offsets`.
 
-    before: segments emitted before it; flush: whether only the emptiest pack is deferred; final:
-    whether none is.
+    first: packs before these; flush: whether only the emptiest pack is deferred; final: whether
+    none is. Returns the number of all packs, and the segments to defer.
     """
-    n, arrived, packs, key = len(sizes), 0, 0, np.uint64(0)
-    order, offsets, pending = np.empty(n, np.int64), np.zeros(n + 1, np.int64), np.arange(0)
-    longest_sweep = max(SWEEP, 8 * capacity * n // sizes.sum())
+    n, arrived, packs, key = len(window), 0, 0, np.uint64(0)
+    pack_of, pending = np.full(n, -1), np.arange(0)
+    window_sizes = np.take(sizes, window)
+    longest_sweep = max(SWEEP, 8 * capacity * n // window_sizes.sum())
     while arrived < n:
         taken = min(longest_sweep - len(pending), n - arrived)
         sweep = np.concatenate((pending, np.arange(arrived, arrived + taken)))
         arrived += taken
-        size, arrivals, starts, shift, key = _ranks(sizes[sweep], capacity, key)
+        size, arrivals, starts, shift, key = _ranks(np.take(window_sizes, sweep), capacity, key)
         is_last = arrived == n
         ranks, ends, lacks = _fit_sweep(
             size, arrivals, starts, shift, capacity, key, final and is_last
         )
         waits = np.zeros(len(lacks), np.bool_)
         if not (final and is_last):
-            sweeps = 1 + (before + offsets[packs]) // SWEEP if is_last else MOST_SWEEPS
-            limit = len(sweep) * min(sweeps, MOST_SWEEPS) // DEFERRED
-            times = np.zeros(len(sweep) + 1, np.int64)
+            sweeps, times = MOST_SWEEPS, np.zeros(len(sweep) + 1, np.int64)
             if is_last:
-                times[arrivals] = deferrals[sweep]
-            _choose_waiting(ranks, ends, lacks, times, 0 if flush and is_last else limit, waits)
+                sweeps = min(sweeps, 1 + (packed + offsets[first] + arrived - len(sweep)) // SWEEP)
+                times[arrivals] = deferrals[window[sweep]]
+            limit = 0 if flush and is_last else len(sweep) * sweeps // DEFERRED
+            _choose_waiting(ranks, ends, lacks, times, limit, waits)
         place = _exchange(size, ranks, ends, waits, capacity, key)
-        firsts, waiting = np.empty(len(waits), np.int64), np.zeros(len(sweep), np.bool_)
-        for p in range(len(waits)):
-            firsts[p] = offsets[packs]
-            packs += not waits[p]
-            offsets[packs] = firsts[p] + (not waits[p]) * (ends[p + 1] - ends[p])
+        numbers = packs - 1 + np.cumsum(~waits)
+        packs = numbers[-1] + 1
+        numbers[waits] = -1
         for s in range(len(sweep)):
-            p = place[arrivals[s]]
-            waiting[s] = waits[p]
-            if not waits[p]:
-                order[firsts[p]] = sweep[s]
-                firsts[p] += 1
-        pending = sweep[waiting]
-    order, offsets = _shuffle_packs(order, offsets[: packs + 1], key)
-    return order, offsets, pending
+            pack_of[sweep[s]] = numbers[place[arrivals[s]]]
+        pending = sweep[np.take(pack_of, sweep) < 0]
+    _append_shuffled(window, pack_of, packs, key, order, offsets, first)
+    pending = window[pending]
+    deferrals[pending] += 1
+    return first + packs, pending
+
+
+@jit
+def _append_shuffled(window, pack_of, packs, key, order, offsets, first):
+    """Append the packs of a window in random order to `order` and `offsets`."""
+    places = np.arange(packs)
+    _shuffle(places, key)
+    for p in pack_of:
+        if p >= 0:
+            offsets[first + places[p] + 1] += 1
+    for place in range(first, first + packs):
+        offsets[place + 1] += offsets[place]
+    ends = offsets[first : first + packs].copy()
+    for s in range(len(window)):
+        if pack_of[s] >= 0:
+            place = places[pack_of[s]]
+            order[ends[place]] = window[s]
+            ends[place] += 1
 
 
 @jit
@@ -174,43 +187,43 @@ def _fit_sweep(size, arrivals, starts, shift, capacity, key, retry):
 
     retry: whether to try other orders of arrival if fewer packs could be possible.
     """
-    n, fewest = len(arrivals), max(-(-size.sum() // capacity), (2 * size > capacity).sum())
-    best = _make_packs(size, arrivals, starts, shift, capacity, key, WASTE)
+    n, tokens = len(arrivals), size.sum()
+    fewest = max(-(-tokens // capacity), (2 * size > capacity).sum())
+    best = _make_packs(size, arrivals, starts, shift, capacity, key, WASTE, n * capacity)
     arrivals = arrivals.copy()
     tried = 0
     while retry and len(best[2]) > fewest and tried + n * n <= TRIED:
         tried += n * n
         key = mix(key)
         _shuffle(arrivals, key)
-        found = _make_packs(size, arrivals, starts, shift, capacity, key, 0.0)
-        if len(found[2]) < len(best[2]):
+        spare = (len(best[2]) - 1) * capacity - tokens
+        found = _make_packs(size, arrivals, starts, shift, capacity, key, 0.0, spare)
+        if found[1][-1] == n:
             best = found
     return best
 
 
 @jit
-def _make_packs(size, arrivals, starts, shift, capacity, key, waste):
-    """Put all segments into packs, one pack after the other; see the head of the file."""
+def _make_packs(size, arrivals, starts, shift, capacity, key, waste, spare):
+    """Put the segments into packs (see above), until these leave more than `spare` free."""
     n, rest, packs, placed = len(arrivals), arrivals.copy(), 0, 0
     order, offsets, lacks = np.empty(n, np.int64), np.zeros(n + 1, np.int64), np.empty(n, np.int64)
     free, longest_short = np.arange(n + 1), _up_to(size, starts, shift, capacity // 2)
     short, tokens, long = longest_short, size[: longest_short + 1].sum(), n - longest_short
-    scarce, slack = short < 2 * long, np.int64(0)
-    if long and not scarce:
-        ratio = max(0.0, size.sum() / (long * capacity) - 1)
-        slack = min(tokens // short, np.int64(waste * capacity * ratio * ratio))
+    scarce = short < 2 * long
+    slack = _slack(size.sum(), tokens, short, long, capacity, waste)
     longest, cursor, end = n, 0, n
-    while placed < n:
+    while placed < n and spare >= 0:
         longest = _last_free(free, longest)
         room, start, partner = capacity, placed, 0
         chosen = longest if longest > longest_short else 0
         while True:
             if chosen:
-                order[placed], free[chosen] = chosen, chosen - 1
+                order[unsigned(placed)], free[unsigned(chosen)] = chosen, chosen - 1
                 placed += 1
-                room -= size[chosen]
+                room -= size[unsigned(chosen)]
                 if chosen <= longest_short:
-                    tokens -= size[chosen]
+                    tokens -= size[unsigned(chosen)]
                     short -= 1
             if partner:
                 chosen, partner = partner, 0
@@ -225,16 +238,18 @@ def _make_packs(size, arrivals, starts, shift, capacity, key, waste):
             while probes and not chosen:
                 if cursor == end:
                     cursor, end = 0, _drop_packed(rest, free, end)
-                any_one = rest[cursor]
-                cursor += 1
-                if free[any_one] != any_one:
+                any_one, cursor = rest[unsigned(cursor)], cursor + 1
+                if free[unsigned(any_one)] != any_one:
                     continue
                 probes -= 1
-                left = room - size[any_one]
+                left = room - size[unsigned(any_one)]
                 if left == 0 or (joins and left > 0):
                     chosen = any_one
                 elif left > 0:
-                    partner = _partner(size, starts, shift, free, any_one, left)
+                    partner = _last_free(free, _up_to(size, starts, shift, left))
+                    if partner == any_one:
+                        partner = _last_free(free, partner - 1)
+                    partner = partner if size[unsigned(partner)] == left else 0
                     chosen = any_one if partner else 0
             if not chosen:
                 chosen = _last_free(free, _up_to(size, starts, shift, room))
@@ -244,23 +259,32 @@ def _make_packs(size, arrivals, starts, shift, capacity, key, waste):
                     target = room - below(mix(key + np.uint64(placed)), min(slack, room) + 1)
                     other = _last_free(free, _up_to(size, starts, shift, target))
                     chosen = other if size[other] >= max(1, room - slack) else chosen
+        spare -= room
         room -= slack if placed - start <= 2 else 0
         lacks[packs] = room if room > capacity // FULL else 0
-        packs += 1
-        offsets[packs] = placed
+        offsets[packs + 1], packs = placed, packs + 1
     return order, offsets[: packs + 1], lacks[:packs]
+
+
+@jit
+def _slack(all_tokens, tokens, short, long, capacity, waste):
+    """Return the space that a single segment beside a long one may leave free."""
+    if long == 0 or short < 2 * long:
+        return np.int64(0)
+    ratio = max(0.0, all_tokens / (long * capacity) - 1)
+    return min(tokens // short, np.int64(waste * capacity * ratio * ratio))
 
 
 @jit
 def _up_to(size, starts, shift, bound):
     """Return the last rank of a size up to a bound, or 0."""
-    first = np.int64(starts[bound >> shift])
-    last = np.int64(starts[(bound >> shift) + 1])
-    if size[last] <= bound:
+    first = np.int64(starts[unsigned(bound >> shift)])
+    last = np.int64(starts[unsigned((bound >> shift) + 1)])
+    if size[unsigned(last)] <= bound:
         return last
     while last - first > 1:
         middle = (first + last) >> 1
-        if size[middle] <= bound:
+        if size[unsigned(middle)] <= bound:
             first = middle
         else:
             last = middle
@@ -270,19 +294,10 @@ def _up_to(size, starts, shift, bound):
 @jit
 def _last_free(free, rank):
     """Return the last rank up to this one that has no pack, or 0; compress the path to it."""
-    while free[rank] != rank:
-        free[rank] = free[free[rank]]
-        rank = free[rank]
+    while free[unsigned(rank)] != rank:
+        free[unsigned(rank)] = free[unsigned(free[unsigned(rank)])]
+        rank = free[unsigned(rank)]
     return rank
-
-
-@jit
-def _partner(size, starts, shift, free, one, left):
-    """Return a segment of exactly this size, other than `one`, that has no pack, or 0."""
-    other = _last_free(free, _up_to(size, starts, shift, left))
-    if other == one:
-        other = _last_free(free, other - 1)
-    return other if size[other] == left else 0
 
 
 @jit
@@ -344,24 +359,9 @@ def _exchange(size, ranks, ends, waits, capacity, key):
 
 
 @jit
-def _shuffle_packs(order, offsets, key):
-    """Return the packs in random order."""
-    packs = np.arange(len(offsets) - 1)
-    _shuffle(packs, key)
-    shuffled, ends = np.empty(offsets[-1], np.int64), np.zeros_like(offsets)
-    placed = 0
-    for i in range(len(packs)):
-        for j in range(offsets[packs[i]], offsets[packs[i] + 1]):
-            shuffled[placed] = order[j]
-            placed += 1
-        ends[i + 1] = placed
-    return shuffled, ends
-
-
-@jit
 def _shuffle(values, key):
     for i in range(len(values)):
-        key = mix(key)
+        key = key * FACTOR + ONE
         other = i + below(key, len(values) - i)
         values[i], values[other] = values[other], values[i]
 

@@ -11,7 +11,7 @@ were cut into calls, nor on how often the planner was saved and restored in betw
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -97,8 +97,11 @@ class Plan:
     @classmethod
     def join(cls, plans: Sequence[Plan]) -> Plan:
         """Concatenate plans."""
+        plans = [plan for plan in plans if len(plan)]
         if not plans:
             return cls(*(np.zeros(n, np.int64) for n in (0, 0, 0, 1)))
+        if len(plans) == 1:
+            return plans[0]
         ends = np.cumsum([0, *(plan.offsets[-1] for plan in plans)])
         shifted = [plan.offsets[1:] + end for plan, end in zip(plans, ends[:-1], strict=True)]
         return cls(
@@ -130,7 +133,7 @@ class Counts:
 
     def as_list(self) -> list[int]:
         """Return the counters in their order: `Counts(*counts.as_list())` has the same."""
-        return [getattr(self, name) for name in self.__slots__]
+        return list(astuple(self))
 
     @property
     def pending_tokens(self) -> int:
@@ -198,7 +201,9 @@ class Planner:
             segments = whole_items(first, lengths)
         else:
             segments = cut_items(lengths, self.max_segment, self.settings["overflow"], self.counts)
-        self.pending = np.concatenate([self.pending, segments], axis=1)
+        if self.pending.shape[1]:
+            segments = np.concatenate([self.pending, segments], axis=1)
+        self.pending = segments
         self.counts.items += len(lengths)
         self.counts.tokens += int(lengths.sum())
         best_fits, pool = self.settings["strategy"] == "best_fit", self.settings["pool"]
@@ -233,7 +238,7 @@ class Planner:
             offsets = next_fit(sizes, self.capacity, final)
             order, rest = np.split(np.arange(len(lengths)), offsets[-1:])
         self.pending = pending.take(rest, axis=1)
-        items, starts, lengths = pending.take(order, axis=1)
+        items, starts, lengths = (column[order] for column in pending)
         plan = Plan(items, starts, lengths, offsets)
         self.counts.packs += len(plan)
         self.counts.packed_tokens += int(plan.lengths.sum())

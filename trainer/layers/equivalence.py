@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ...runtime import preserve_rng, rng_states
+from ..fsdp_unshard import full_tensor
 
 
 def outputs_match(
@@ -47,7 +49,7 @@ def trial_copy(module: nn.Module, device: torch.device) -> Any:
     """Return a copy to try, in fp32 and train mode."""
     if any(p.is_meta for p in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no values yet (meta device)")
-    is_sharded = any(hasattr(p, "full_tensor") for p in module.parameters())
+    is_sharded = any(isinstance(p, DTensor) for p in module.parameters())
     copy = (_gathered_copy(module) if is_sharded else deepcopy(module)).to(device).float().train()
     for p in copy.parameters():
         if not p.any():  # as of a new LoRA adapter: zeros would hide what depends on them
@@ -78,8 +80,7 @@ def _gathered_copy(module: Any) -> Any:
 def _gathered(parameter: Any) -> nn.Parameter | None:
     if parameter is None:
         return None
-    is_sharded = hasattr(parameter, "full_tensor")
-    whole = parameter.full_tensor() if is_sharded else parameter
+    whole = full_tensor(parameter)
     return nn.Parameter(whole.detach().clone(), requires_grad=parameter.requires_grad)
 
 

@@ -294,7 +294,7 @@ def attach_loss(
             averaged over these ranks too, as DDP and FSDP do over all ranks.
     """
     model = unwrap_peft(model)
-    before = getattr(model, "nopad_loss", None)
+    before = find_loss(model)
     if before is not None:
         before.detach()
     if not callable(getattr(model, "get_output_embeddings", None)):
@@ -307,9 +307,14 @@ def attach_loss(
     return loss
 
 
+def find_loss(model: Any) -> AttachedLoss | None:
+    """Return the loss attached to a model, if one is."""
+    return getattr(model, "nopad_loss", None)
+
+
 def attach_trainer_loss(model: Any, options: dict[str, float], sequence_group: Any) -> AttachedLoss:
     """Attach the loss of a trainer; refuse to replace one of the user's that has other options."""
-    before: AttachedLoss | None = getattr(unwrap_peft(model), "nopad_loss", None)
+    before = find_loss(unwrap_peft(model))
     agreed = options, dict.fromkeys(options, 0.0)
     if before is not None and not before.is_trainers and before.options not in agreed:
         raise ValueError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import _has_any_global_hook
 
 SOFTCAP_NAMES = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
@@ -61,7 +62,7 @@ def has_plain_head(model: Any, head: Any) -> bool:
 
 def _is_linear(head: Any) -> bool:
     """Return whether a head is an `nn.Linear`, or was one before FSDP2 sharded it."""
-    is_sharded = hasattr(head, "unshard") and nn.Linear in type(head).__bases__
+    is_sharded = isinstance(head, FSDPModule) and nn.Linear in type(head).__bases__
     return type(head) is nn.Linear or is_sharded
 
 

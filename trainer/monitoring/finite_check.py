@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ...runtime import HostCopy, sum_over_ranks, world_size
 from ..banner import print_banner
@@ -95,7 +96,7 @@ def raise_if_not_finite(loss: float, place: str, advice: str = DIVERGED) -> None
 
 def check_weights(model: Any, place: str) -> None:
     """Raise if a weight is not finite on any rank; call it on every rank."""
-    shards = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters())
+    shards = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
     # A sum needs no memory, and is not finite if any entry is not.
     sums = [
         p.detach().sum(dtype=torch.float32)

@@ -33,6 +33,7 @@ from ..banner import print_banner
 from ..data.loader import PackedLoader
 from ..data.model_limits import ModelLimits, length_limit, shorter_samples_advice
 from ..fsdp_unshard import reshard
+from ..loss.attached_loss import find_loss
 from .flops import describe_slow_bf16
 from .packing_check import (
     image_samples,
@@ -56,7 +57,7 @@ def check_run(
     only.
     """
     config: Any = model.config.get_text_config()
-    attention = getattr(config, "_attn_implementation", "eager")
+    attention = config._attn_implementation
     _check_lengths(data, config)
     _check_weights(model, collator)
     _check_labels(model, data, collator)
@@ -102,7 +103,8 @@ def describe_speedups(loss: Any, layers: Any) -> str:
 
 
 def _boundaries(model: Any, attention: str) -> str:
-    if getattr(getattr(model, "nopad_loss", None), "mask_documents", False):
+    loss = find_loss(model)
+    if loss is not None and loss.mask_documents:
         return _MASK  # an earlier check has repaired the masks
     return "cu_seq_lens" if attention == "nopad" or "flash" in attention else "position_ids"
 
@@ -165,27 +167,27 @@ def _image_samples(model: Any, data: PackedDataset) -> Any:
 
 def _check_shards(model: Any, collator: Any, lengths: list[int]) -> None:
     """Raise if a row spread over sequence-parallel ranks has other losses than the whole row."""
-    shards = getattr(getattr(model, "nopad_loss", None), "row_shards", None)
-    if shards is None:
+    loss = find_loss(model)
+    if loss is None or loss.row_shards is None:
         return
     difference = nan_max(gather_objects(measure_shard_difference(model, collator, lengths)))
     if difference:
         raise ValueError(
             f"the losses of {model.config.model_type} change by {difference:.2g} when a row is "
-            f"spread over {shards.ranks} ranks: train without sequence parallelism; check=False "
-            "skips this check"
+            f"spread over {loss.row_shards.ranks} ranks: train without sequence parallelism; "
+            "check=False skips this check"
         )
 
 
 def _try_mask_repair(model: Any, check: Callable[..., str], fault: str) -> str:
     """Make the attached loss pass document ids to the stock masks, if that makes packing right."""
     config = model.config.get_text_config()
-    attention = getattr(config, "_attn_implementation", "eager")
+    attention = config._attn_implementation
     advice = _other_attention(model, attention)
     can_mask = attention != "nopad" and install_mask_patch()
     if can_mask and not check(mask=True):
-        if hasattr(model, "nopad_loss"):
-            model.nopad_loss.mask_documents = True
+        if (loss := find_loss(model)) is not None:
+            loss.mask_documents = True
             return _MASK
         advice = "call nopad.trainer.loss.attach_loss(model) first, which repairs its masks, or "
     raise ValueError(
@@ -223,7 +225,7 @@ def _longest(data: PackedDataset) -> int:
 
 
 def _check_weights(model: nn.Module, collator: Any) -> None:
-    if getattr(collator, "mean", "token") == "sample" and not hasattr(model, "nopad_loss"):
+    if getattr(collator, "mean", "token") == "sample" and find_loss(model) is None:
         raise ValueError(
             'mean="sample" needs the exact loss: call nopad.trainer.loss.attach_loss(model) first'
         )
@@ -231,7 +233,8 @@ def _check_weights(model: nn.Module, collator: Any) -> None:
 
 def _check_labels(model: Any, data: PackedDataset, collator: Any) -> None:
     """Raise if the labels of the data are not those that the head of the model learns."""
-    head = model.nopad_loss.head if hasattr(model, "nopad_loss") else "causal"
+    loss = find_loss(model)
+    head = "causal" if loss is None else loss.head
     name, needs = type(model).__name__, head in ("token", "document")
     if needs and not data.is_labelled:
         raise ValueError(

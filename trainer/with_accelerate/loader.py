@@ -36,7 +36,7 @@ from ..data.data_state import STATE_FILE, load_data_state, save_data_state
 from ..data.loader import Batch, EvaluationLoader, PackedLoader
 from ..data.plain_data import check_plain, pack_like, pack_plain, refuse_plain_settings
 from ..layers import PreparedLayers, prepare_layers, sharding_obstacle, trained_layers
-from ..loss.attached_loss import AttachedLoss, attach_loss
+from ..loss.attached_loss import AttachedLoss, attach_loss, find_loss
 from ..monitoring.finite_check import OWN_LOSS, FiniteCheck
 from ..monitoring.preflight import (
     check_first_batches,
@@ -284,8 +284,8 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
 
     def _prepare_model(self, model: Any) -> None:
         """Attach the loss and prepare the layers, unless it was done."""
-        if id(model) not in self.prepared_layers or not hasattr(model, "nopad_loss"):
-            loss = getattr(model, "nopad_loss", None) or attach_loss(model)
+        if id(model) not in self.prepared_layers or find_loss(model) is None:
+            loss = find_loss(model) or attach_loss(model)
             if loss.row_shards is None:
                 loss.share_rows(self._sequence_group)
             self.prepared_layers[id(model)] = prepare_layers(

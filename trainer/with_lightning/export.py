@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .hooks import is_trained, pretrained_models
 
@@ -20,7 +21,7 @@ def save_pretrained(trainer: Any, folder: Path | str, tokenizer: Any = None) -> 
     """
     name, model = _pretrained(trainer.lightning_module)
     state = trainer.strategy.lightning_module_state_dict()
-    if any(hasattr(weight, "placements") for weight in state.values()):
+    if any(isinstance(weight, DTensor) for weight in state.values()):
         raise ValueError("the strategy gives shards of the weights: pass state_dict_type='full'")
     if not trainer.is_global_zero:
         return
