@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -131,7 +132,7 @@ def sample(group: int) -> tuple[float, float]:
     return total["Pss_Anon:"] / 1024, total["Pss_File:"] / 1024
 
 
-def tenths(values: list[float]) -> list[float]:
+def tenths(values: Sequence[float]) -> list[float]:
     """Return the mean of each tenth of the time."""
     cuts = [len(values) * n // 10 for n in range(11)]
     return [round(sum(values[a:b]) / max(1, b - a), 1) for a, b in pairwise(cuts)]
