@@ -135,8 +135,7 @@ def _open_url(url: str, options: _PathOptions) -> Opened:
         return [open_megatron(index, binary, options.number)]
     files = list_url(url, options.glob, check_name)
     if any(file.name in (MANIFEST, JOB) for file in files) and is_corpus(RemoteFolder(url)):
-        sizes = {file.name: file.size for file in files}
-        return _open_corpus(RemoteFolder(url, sizes), options)
+        return _open_corpus(RemoteFolder(url, {f.name: f.size for f in files}), options)
     place = shown(url)
     if any(file.name == "dataset_info.json" for file in files):
         raise ValueError(f"{place} is a saved dataset: pass datasets.load_from_disk(url)")
