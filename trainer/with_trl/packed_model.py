@@ -130,7 +130,9 @@ def _tokenizer_of(model: Any) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model.config._name_or_path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            model.config._name_or_path, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, ImportError):
         return None
 

@@ -10,7 +10,7 @@ import tiny_run
 import torch
 
 pytest.importorskip("trl", reason="the trainers are TRL's")
-import trl_child  # noqa: E402
+import trl_child
 
 AS_ONE = [
     ["grpo", "one", {}],

@@ -208,10 +208,6 @@ def test_a_process_that_was_killed_continues_bit_for_bit(seed, tmp_path):
     steps, draw = 12, random.Random(seed)
     script = Path(__file__).parents[1] / "support" / "killed_grpo_child.py"
 
-    def start(folder):
-        command = [str(script), str(folder), str(steps)]
-        return warm_python.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
     def seen(folder) -> list:
         path = folder / "rollouts.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
@@ -220,16 +216,21 @@ def test_a_process_that_was_killed_continues_bit_for_bit(seed, tmp_path):
     folders = [tmp_path / "whole", tmp_path / "killed"]
     for folder in folders:
         causal_lm().save_pretrained(folder / "model")
-    assert start(folders[0]).wait() == 0
+
+    def run(folder, kill_after: int | None = None) -> int:
+        command = [str(script), str(folder), str(steps)]
+        process = warm_python.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if kill_after is not None:
+            while len(seen(folder)) < kill_after and process.poll() is None:
+                time.sleep(0.01)
+            time.sleep(draw.uniform(0, 0.3))
+            process.kill()
+        return process.wait()
+
+    assert run(folders[0]) == 0
     for _ in range(3):
-        wanted = len(seen(folders[1])) + draw.randint(1, 3)
-        process = start(folders[1])
-        while len(seen(folders[1])) < wanted and process.poll() is None:
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0, 0.3))
-        process.kill()
-        process.wait()
-    assert start(folders[1]).wait() == 0
+        assert run(folders[1], len(seen(folders[1])) + draw.randint(1, 3)) != 0
+    assert run(folders[1]) == 0
     whole, killed = map(seen, folders)
     assert len(killed) > len(whole) == steps  # steps after the last checkpoint were repeated
     assert all(line in whole for line in killed)
