@@ -19,6 +19,10 @@ from torch import Tensor, nn
 from ...attention.hf import STEP, current_varlen, forward_context, is_recording, running_layer
 from ..live_model.patches import Patches
 
+DYNAMO = {"recompile_limit": 256}
+"""Settings of torch.compile: by default, the ninth graph of a process raises. Layers of all kinds
+and models count together: their forwards share the code of `_bind`."""
+
 
 class CompiledLayers:
     """Compiled forwards of one model's decoder layers."""
@@ -40,7 +44,7 @@ class CompiledLayers:
             return type(layer).forward(layer, x, *args, **kwargs)
         _mark_dynamic((x, args, kwargs), x.shape[1])
         context = nullcontext() if from_context is None else forward_context(STEP)
-        with running_layer(varlen, index), context:
+        with running_layer(varlen, index), context, torch._dynamo.config.patch(DYNAMO):
             return self._compiled(type(layer).forward)(
                 layer, x, *args, **{**kwargs, "varlen": STEP}
             )
