@@ -1778,8 +1778,7 @@ FAULTS = {
         "_concatenate = lambda name, inputs: right(name, inputs[::-1])",
     ),
     "the tower gets the boundaries of the text": (
-        "trainer/test_images.py::"
-        "test_a_model_learns_from_packed_images_what_it_learns_one_by_one[qwen2_5_vl-nopad]",
+        "trainer/test_images.py::test_the_tower_attends_image_by_image_under_nopad",
         "nopad.attention.hf.model_types", "is_vision = lambda config: False",
     ),
     "the start check has no images": (
