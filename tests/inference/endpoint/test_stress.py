@@ -119,7 +119,10 @@ async def one_request(http: httpx.AsyncClient, rng: random.Random) -> tuple[str,
         return await read_slowly(http, body, length, rng.random() / 50)
     wrong = {"Authorization": "Bearer wrong"} if kind == "token" else None
     content = json.dumps(body | {"echo": True} if kind != "large" else {"prompt": "a" * (1 << 20)})
-    answer = await http.post("/completions", content=content, headers=wrong)
+    try:
+        answer = await http.post("/completions", content=content, headers=wrong)
+    except httpx.TransportError as error:
+        raise AssertionError(f"a request was lost: {kind}, {error!r}") from error
     if answer.status_code != 200:
         return "", answer.status_code
     done = answer.json()
