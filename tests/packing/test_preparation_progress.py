@@ -1,13 +1,17 @@
 """While data is prepared, the user is told what takes the time."""
 
 import json
+import multiprocessing
+import os
 import re
+import signal
 
 import numpy as np
 import pytest
 from nopad.packing import PackedDataset, preparation_progress
 from nopad.packing.planning import pack_lengths, planner
 from numba import njit
+from tqdm import tqdm
 
 
 def byte_ids(text: str) -> list[int]:
@@ -47,3 +51,26 @@ def test_the_compilation_of_the_packer_is_announced_once(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert said.count("compiling the packer") == 1
     assert "at every start: set NUMBA_CACHE_DIR to a persistent folder)" in said
+
+
+def test_a_killed_process_that_held_the_lock_of_tqdm_stops_no_progress():
+    fork = multiprocessing.get_context("fork")
+
+    def hold():
+        tqdm.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def encode():
+        tqdm.set_lock(fork.RLock())
+        child = fork.Process(target=hold)
+        child.start()
+        child.join()
+        preparation_progress.TokenProgress("encoding rows").close()
+        preparation_progress.say("encoded")
+
+    process = fork.Process(target=encode)
+    process.start()
+    process.join(60)
+    hangs = process.is_alive()
+    process.kill()
+    assert not hangs and process.exitcode == 0
