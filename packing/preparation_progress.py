@@ -32,19 +32,22 @@ class TokenProgress:
         self.total: int | None = None
         """Estimate of all tokens."""
         self._start = self._last_line = time.monotonic()
-        is_shown = _is_first_process() and sys.stderr.isatty()
-        self._bar = tqdm(
-            desc=what, unit=" tokens", unit_scale=True, leave=False, delay=SHOWN_AFTER,
-            dynamic_ncols=True, disable=not is_shown,
-        )  # fmt: skip
+        # Even a disabled bar takes tqdm's lock, which a forked process that was killed may hold.
+        self._bar = None
+        if _is_first_process() and sys.stderr.isatty():
+            self._bar = tqdm(
+                desc=what, unit=" tokens", unit_scale=True, leave=False, delay=SHOWN_AFTER,
+                dynamic_ncols=True,
+            )  # fmt: skip
 
     def update(self, tokens: int, total: float | None) -> None:
         """Set the tokens encoded so far, and an estimate of all."""
         self.total = None if total is None else max(tokens, round(total))
-        self._bar.total = self.total
-        self._bar.update(tokens - self.tokens)
-        self.tokens, now = tokens, time.monotonic()
-        if self._bar.disable and now - self._last_line >= LINE_INTERVAL:
+        new_tokens, self.tokens, now = tokens - self.tokens, tokens, time.monotonic()
+        if self._bar is not None:
+            self._bar.total = self.total
+            self._bar.update(new_tokens)
+        elif now - self._last_line >= LINE_INTERVAL:
             self._last_line = now
             say(self.line(now - self._start))
 
@@ -65,7 +68,8 @@ class TokenProgress:
 
     def close(self) -> None:
         """Remove the bar."""
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
 
 @contextmanager
@@ -102,4 +106,5 @@ def _is_first_process() -> bool:
 def say(message: str) -> None:
     """Print a line, in the first process."""
     if _is_first_process():
-        tqdm.write(f"nopad: {message}", file=sys.stderr)
+        write = tqdm.write if sys.stderr.isatty() else print  # a terminal may show a bar
+        write(f"nopad: {message}", file=sys.stderr)

@@ -1,7 +1,10 @@
 """While data is prepared, the user is told what takes the time."""
 
 import json
+import multiprocessing
+import os
 import re
+import signal
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from nopad.packing import PackedDataset, preparation_progress
 from nopad.packing.planning import pack_lengths, planner
 from numba import njit
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 
 def one_pack(sizes, deferrals, packed, capacity, pool, flush, final):
@@ -56,3 +60,26 @@ def test_one_of_several_workers_announces_the_compilation(monkeypatch, capfd):
     data = PackedDataset([[5, 6], [7]] * 4, budget=8, pretokenize=False, shards=2)
     assert len(list(DataLoader(data, batch_size=None, num_workers=2))) > 1
     assert capfd.readouterr().err.count("compiling the packer") == 1
+
+
+def test_a_killed_process_that_held_the_lock_of_tqdm_stops_no_progress():
+    fork = multiprocessing.get_context("fork")
+
+    def hold():
+        tqdm.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def encode():
+        tqdm.set_lock(fork.RLock())
+        child = fork.Process(target=hold)
+        child.start()
+        child.join()
+        preparation_progress.TokenProgress("encoding rows").close()
+        preparation_progress.say("encoded")
+
+    process = fork.Process(target=encode)
+    process.start()
+    process.join(60)
+    hangs = process.is_alive()
+    process.kill()
+    assert not hangs and process.exitcode == 0
