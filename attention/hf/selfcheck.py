@@ -141,7 +141,7 @@ def check_paged(model: Any, page_size: int = 16) -> float:
     with torch.no_grad():
         lengths = [d.shape[1] for d in documents]
         if stateful_parts(model):  # a packed row resets states only with an attached loss
-            expected = [_forward(model, [each], repair=False)[0] for each in documents]
+            expected = [model(input_ids=each, use_cache=False).logits[0] for each in documents]
         else:
             expected = _forward(model, documents, repair=False)[0].split(lengths)
         differences = []
