@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from axolotl.core.trainers import AxolotlTrainer
@@ -18,4 +19,6 @@ class NopadTrainer(PackedTrainerMixin, AxolotlTrainer):
         budget = args.max_seq_length * args.per_device_train_batch_size
         args = copy(args)
         args.per_device_train_batch_size = 1
+        # Axolotl 0.21 sets non_blocking, for batches that the accelerator copies; packs are not.
+        args.accelerator_config = replace(args.accelerator_config, non_blocking=False)
         super().__init__(model, args, budget=budget, **kwargs)
