@@ -58,8 +58,7 @@ class PackedDataset(IterableDataset):
             dataset), a list, an iterable, a function that returns an iterator, a datasets.Dataset,
             or a list of (source, weight).
         tokenizer: a Hugging Face tokenizer or a function from text to ids; for rows without ids.
-            A processor, for rows with images: samples are then never cut, and too long ones raise,
-            unless they are dropped.
+            For rows with images, their processor: such samples are dropped or raise, never cut.
         budget: tokens that a pack may hold.
         seed: determines the order of documents and packs; a trainer's seed does not change it.
         epochs: number of epochs in one pass, or None for no end.

@@ -98,10 +98,8 @@ class Plan:
     def join(cls, plans: Sequence[Plan]) -> Plan:
         """Concatenate plans."""
         plans = [plan for plan in plans if len(plan)]
-        if not plans:
-            return cls(*(np.zeros(n, np.int64) for n in (0, 0, 0, 1)))
-        if len(plans) == 1:
-            return plans[0]
+        if len(plans) < 2:
+            return plans[0] if plans else cls(*(np.zeros(n, np.int64) for n in (0, 0, 0, 1)))
         ends = np.cumsum([0, *(plan.offsets[-1] for plan in plans)])
         shifted = [plan.offsets[1:] + end for plan, end in zip(plans, ends[:-1], strict=True)]
         return cls(
@@ -201,9 +199,7 @@ class Planner:
             segments = whole_items(first, lengths)
         else:
             segments = cut_items(lengths, self.max_segment, self.settings["overflow"], self.counts)
-        if self.pending.shape[1]:
-            segments = np.concatenate([self.pending, segments], axis=1)
-        self.pending = segments
+        self.pending = np.concatenate([self.pending, segments], axis=1)
         self.counts.items += len(lengths)
         self.counts.tokens += int(lengths.sum())
         best_fits, pool = self.settings["strategy"] == "best_fit", self.settings["pool"]

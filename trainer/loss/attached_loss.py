@@ -294,8 +294,7 @@ def attach_loss(
             averaged over these ranks too, as DDP and FSDP do over all ranks.
     """
     model = unwrap_peft(model)
-    before = find_loss(model)
-    if before is not None:
+    if (before := find_loss(model)) is not None:
         before.detach()
     if not callable(getattr(model, "get_output_embeddings", None)):
         raise ValueError(f"{type(model).__name__} has no LM head to compute a loss from")
@@ -319,8 +318,7 @@ def attach_trainer_loss(model: Any, options: dict[str, float], sequence_group: A
     if before is not None and not before.is_trainers and before.options not in agreed:
         raise ValueError(
             f"the model's loss was attached with {_named(before.options)}, but the trainer has "
-            f"{_named(options)}: pass the same to the trainer, or call model.nopad_loss.detach() "
-            "first"
+            f"{_named(options)}: give both the same, or call model.nopad_loss.detach() first"
         )
     loss = attach_loss(model, **options, sequence_group=sequence_group)
     loss.is_trainers = True
