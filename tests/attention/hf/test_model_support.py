@@ -65,7 +65,7 @@ def test_a_model_has_the_same_reason_after_another_forward_was_bound_to_it():
     """A trainer that failed leaves its loss on the model, and the engine looks for autocast."""
     told = []
     for prepared in (False, True):
-        model = tiny("deepseek_v32", "eager")
+        model = tiny("recurrent_gemma", "eager")
         if prepared:
             model.forward = model.forward
         with pytest.raises(ValueError, match="cannot run this model") as error:
