@@ -76,7 +76,7 @@ def test_many_clients_of_every_kind_lose_no_request(num_clients, num_requests):
     print(f"{steps} training steps; sent {dict(sent)}; growth {growth[0] >> 20} MiB")
     assert sent.total() == num_clients * num_requests
     assert {*sent} <= {200, LEFT, 401, 413, 429, 503}
-    assert sent[200] > sent.total() / 3 and sent[LEFT] and sent[401] and sent[413]
+    assert sent[200] > sent.total() / 5 and sent[LEFT] and sent[401] and sent[413]
     assert growth[0] < 32 << 20
     ids = [answer_id for answer_id, status in seen.elements() if status == 200]
     assert len({*ids}) == len(ids), "an answer went to two clients"
