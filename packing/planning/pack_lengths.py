@@ -34,7 +34,7 @@ def pack_lengths(
 
     >>> plan = pack_lengths([5, 6, 3, 2, 11], budget=8)
     >>> [pack.tolist() for pack in plan], plan.lengths.tolist(), plan.starts.tolist()
-    ([[2], [0, 4], [4], [1, 3]], [3, 5, 3, 8, 6, 2], [0, 0, 8, 0, 0, 0])
+    ([[4], [0, 4], [1, 3], [2]], [8, 5, 3, 6, 2, 3], [0, 0, 8, 0, 0, 0])
     """
     lengths = np.asarray(lengths)
     if pool is None:

@@ -46,7 +46,7 @@ class Packer:
     >>> packer = Packer(budget=8, pool=4)
     >>> samples = [Sample(np.arange(1, n + 1)) for n in (5, 6, 3, 2)]
     >>> [pack.lengths.tolist() for pack in packer.add(samples)]
-    [[6, 2], [5, 3]]
+    [[5, 3], [6, 2]]
     """
 
     def __init__(

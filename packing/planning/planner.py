@@ -157,7 +157,7 @@ class Planner:
 
     >>> planner = Planner(budget=8, pool=4)
     >>> [pack.tolist() for pack in planner.feed(np.array([5, 6, 3, 2]))]
-    [[1, 3], [0, 2]]
+    [[0, 2], [1, 3]]
     """
 
     def __init__(

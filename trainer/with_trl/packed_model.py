@@ -90,8 +90,10 @@ class PackedModelMixin(IntactCheckpointMixin):
     def _check_tokenizers(self, model: Any, reference: Any) -> None:
         """Compare the reference's tokenizer, if its folder has one, or the vocabularies' sizes."""
         sizes = [m.config.get_text_config().vocab_size for m in (model, reference)]
-        tokenizers = self.processing_class, _tokenizer_of(reference)
-        if None not in tokenizers and (other := min(_differing_ids(*tokenizers), default=None)):
+        tokenizers: tuple[Any, Any] = self.processing_class, _tokenizer_of(reference)
+        different = set() if None in tokenizers else _differing_ids(*tokenizers)
+        if different:
+            other = min(different)
             first, second = (each.convert_ids_to_tokens([other])[0] for each in tokenizers)
             reason = f"has another tokenizer: token {other} is {second!r}, the model's is {first!r}"
         elif tokenizers[1] is None and sizes[0] != sizes[1]:

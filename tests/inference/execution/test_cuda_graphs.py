@@ -59,7 +59,8 @@ def test_a_backend_that_cannot_be_captured_leaves_the_graphs_of_others(caplog):
 
     nothing: Any = None
     cpu = torch.device("cpu")
-    runner = ModelRunner(nothing, nothing, 4, Stats(), cpu, graph_byte_budget=0, max_model_len=64)
+    cache: Any = SimpleNamespace(layer_shapes=[(1, 8, 8)])
+    runner = ModelRunner(nothing, cache, 4, Stats(), cpu, graph_byte_budget=0, max_model_len=64)
     runner.replays._graphs = Graphs()  # pyright: ignore[reportAttributeAccessIssue]
     with caplog.at_level(logging.INFO, "nopad.inference"), force_paged_backend("sdpa"):
         for _ in range(3):
