@@ -59,7 +59,7 @@ def one_by_one(model, documents: list[dict]) -> tuple[float, dict[str, torch.Ten
 @pytest.mark.parametrize("head", HEADS)
 def test_a_head_on_a_pack_learns_what_it_learns_from_documents_one_by_one(head, family):
     if not hasattr(transformers, family + HEADS[head][0]):
-        pytest.skip(f"Transformers has no {family + HEADS[head][0]}")
+        pytest.skip(reason=f"Transformers has no {family + HEADS[head][0]}")
     model, documents = classifier(head, family), rows(head)
     loss, gradient = one_by_one(deepcopy(model), documents)
     attach_loss(model)
