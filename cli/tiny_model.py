@@ -163,8 +163,10 @@ def _build(config: Any, options: dict[str, Any]) -> Any:
         )
     model = _construct(config, options, "cpu").eval()
     randomize_weights(model)
+    if torch.cuda.is_available():  # flash-linear-attention has no kernels for a CPU
+        model = model.to("cuda")
     with torch.no_grad():
-        model(torch.tensor([[1, 2, 3]]), use_cache=False)
+        model(torch.tensor([[1, 2, 3]], device=model.device), use_cache=False)
     return model
 
 

@@ -3,6 +3,7 @@
 from .call_check import check_lengths
 from .check_rows import check_rows, landmark_lengths
 from .document_states import (
+    convolve_by_document,
     decoder_layers,
     pass_boundaries,
     run_by_document,
@@ -79,6 +80,7 @@ __all__ = [
     "check_rows",
     "check_supported",
     "collect_router_logits",
+    "convolve_by_document",
     "current_varlen",
     "declared_state",
     "decoder_layers",

@@ -4,19 +4,21 @@
 
 A state has to start at zero in every document. Kernels that read the boundaries see to it
 (flash-linear-attention, mamba-ssm, causal-conv1d); the torch code of Transformers does not. So a
-probe looks for the modules through which tokens of one document reach another, and these run
-document by document.
+probe looks for the modules through which tokens of one document reach another. Where these are
+convolutions, zeros between the documents suffice, in one call; other modules run document by
+document.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..varlen import Varlen, in_backward
 from .forward_context import current_varlen, forward_context
@@ -26,6 +28,8 @@ from .sequence_limits import frozen_rotary
 from .state_pool import BOUNDARIES
 
 _PROBE_TOKENS = 8
+_CONV1D = "input", "weight", "bias", "stride", "padding", "dilation", "groups"
+"""Arguments of torch.conv1d."""
 
 
 def stateful_modules(model: Any) -> list[nn.Module]:
@@ -39,8 +43,22 @@ def stateful_modules(model: Any) -> list[nn.Module]:
         return _leaking(model, packed=True)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # kernels that keep documents apart are not installed: Transformers refuses
+    except Exception:
+        if torch.cuda.is_available() and next(model.parameters()).device.type == "cpu":
+            with _on_the_gpu(model):  # flash-linear-attention has no kernels for a CPU
+                return stateful_modules(model)
+        # Kernels that keep documents apart are not installed: Transformers refuses.
         return _leaking(model, packed=False)
+
+
+@contextmanager
+def _on_the_gpu(model: nn.Module) -> Iterator[None]:
+    """Move a model that is on the CPU; its parameters stay the same objects."""
+    try:
+        model.to("cuda")
+        yield
+    finally:
+        model.to("cpu")
 
 
 def _leaking(model: Any, packed: bool) -> list[nn.Module]:
@@ -55,7 +73,9 @@ def _leaking(model: Any, packed: bool) -> list[nn.Module]:
     bounds = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, **lengths}
     positions = torch.arange(count, device=device) % _PROBE_TOKENS
     modules = list(model.modules())
+    varlen = Varlen(cu_seqlens, _PROBE_TOKENS)
     with (
+        forward_context(varlen, model) if packed else nullcontext(),
         _traced_children(model, count) as calls,
         recording(silent=True),
         torch.inference_mode(False),
@@ -125,15 +145,8 @@ def run_by_document(module: nn.Module, stock: Any, *args: Any, **kwargs: Any) ->
 
     stock: the forward of its class.
     """
-    cu_seqlens = kwargs.get("cu_seq_lens_q")
-    if cu_seqlens is None and (varlen := current_varlen(module)) is not None:
-        cu_seqlens = varlen.cu_seqlens
+    cu_seqlens = _boundaries(module, kwargs)
     if cu_seqlens is None:
-        if in_backward():
-            raise ValueError(
-                f"{type(module).__name__} has a state, and its model does not pass the boundaries "
-                "of documents to checkpointed layers: train it without gradient checkpointing"
-            )
         return None
     x = args[0] if args else kwargs["hidden_states"]
     kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
@@ -147,6 +160,56 @@ def run_by_document(module: nn.Module, stock: Any, *args: Any, **kwargs: Any) ->
     if not isinstance(outputs[0], tuple):
         return torch.cat(outputs, 1)
     return torch.cat([out[0] for out in outputs], 1), *outputs[0][1:]
+
+
+def convolve_by_document(module: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a module whose convolutions start at zero in every document; None without boundaries."""
+    cu_seqlens = _boundaries(module, kwargs)
+    if cu_seqlens is None:
+        return None
+    x = args[0] if args else kwargs["hidden_states"]
+    with _DocumentConvolutions(cu_seqlens, x.shape[1]):
+        return stock(module, *args, **kwargs)
+
+
+class _DocumentConvolutions(TorchFunctionMode):
+    """Insert zeros between the documents of a row for every causal convolution over all of it."""
+
+    def __init__(self, cu_seqlens: Tensor, tokens: int):
+        super().__init__()
+        self.tokens = tokens
+        self.documents = len(cu_seqlens)
+        positions = torch.arange(tokens, device=cu_seqlens.device)
+        self.number = torch.searchsorted(cu_seqlens, positions, right=True)
+        self.positions = positions
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        bound = dict(zip(_CONV1D, args, strict=False)) | kwargs
+        x, weight = bound.get("input"), bound.get("weight")
+        gap = 0 if func is not torch.conv1d or x is None or weight is None else weight.shape[-1] - 1
+        if not gap or x.shape[-1] != self.tokens or bound.get("padding") not in (gap, (gap,)):
+            return func(*args, **kwargs)
+        places = self.positions + self.number * gap
+        spread = x.new_zeros(*x.shape[:-1], self.tokens + self.documents * gap + gap)
+        spread[..., places] = x
+        out = func(**{**bound, "input": spread})
+        return nn.functional.pad(out[..., places], (0, gap))
+
+
+def _boundaries(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
+    """Return where the documents of a row begin, from a module's arguments or the context."""
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    if cu_seqlens is None and (varlen := current_varlen(module)) is not None:
+        cu_seqlens = varlen.cu_seqlens
+    if cu_seqlens is None and in_backward():
+        raise ValueError(
+            f"{type(module).__name__} has a state, and its model does not pass the boundaries "
+            "of documents to checkpointed layers: train it without gradient checkpointing"
+        )
+    return cu_seqlens
 
 
 def pass_boundaries(layer: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> Any:

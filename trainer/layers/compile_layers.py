@@ -29,6 +29,7 @@ from ...attention import Varlen
 from ...attention.hf import (
     check_lengths,
     collect_router_logits,
+    convolve_by_document,
     current_varlen,
     forward_context,
     install_router_hooks,
@@ -79,8 +80,9 @@ def why_not_compiled(model: nn.Module) -> str:
     layers = _layers(model)
     if not len(layers):
         return "it has no list of decoder layers"
-    if any(run_by_document in added_forwards(type(module)) for module in layers.modules()):
-        return "some have a state and run document by document"
+    added = {each for module in layers.modules() for each in added_forwards(type(module))}
+    if not added.isdisjoint((run_by_document, convolve_by_document)):
+        return "some have a state that is reset at every document"
     return ""
 
 

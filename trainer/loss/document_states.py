@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...attention import Varlen, document_mask, forward_context
 from ...attention.hf import (
+    convolve_by_document,
     declared_state,
     decoder_layers,
     pass_boundaries,
@@ -20,16 +21,23 @@ from ..layers.class_swap import SwappedLayers
 
 
 def reset_states(model: Any) -> tuple[bool, SwappedLayers]:
-    """Run the modules of a causal LM that carry a state on document by document, in packed rows.
+    """Reset the state that modules of a causal LM carry on, at every document of packed rows.
 
-    Returns whether the model has a state at all, and these modules. Those whose kernels read the
-    boundaries stay as they are.
+    Returns whether the model has a state at all, and these modules; named are those that run
+    document by document. Those whose kernels read the boundaries stay as they are.
     """
-    reset = SwappedLayers()
+    reset, trial = SwappedLayers(), SwappedLayers()
     if declared_state(model) is None:
         return False, reset
     found = stateful_modules(model)
     for module in found:
+        trial.swap(module, convolve_by_document)
+    with_state = set(stateful_modules(model)) if found else set()
+    trial.undo()
+    for module in found:
+        if module not in with_state:
+            reset.swap(module, convolve_by_document)
+            continue
         reset.swap(module, run_by_document)
         reset.add_name(type(module).__name__)
     for layer in decoder_layers(model) if found else ():
