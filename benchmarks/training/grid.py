@@ -106,7 +106,7 @@ CELLS = {
     "qwen3-30b-a3b": Cell("qwen3_moe", QWEN3_MOE),
     "mixtral": Cell("mixtral", MIXTRAL),
     "deepseek-v3": Cell("deepseek_v3", DEEPSEEK_V3),
-    "gpt-oss": Cell("gpt_oss", GPT_OSS, attention="eager"),
+    "gpt-oss": Cell("gpt_oss", GPT_OSS, attention="flex_attention"),
 }
 
 ARMS: dict[str, Callable[[Run, Any], None]] = {
