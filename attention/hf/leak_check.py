@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import signature
+from itertools import combinations
+from math import comb
 from typing import Any
 
 import torch
@@ -28,8 +30,8 @@ _FIRST, _LAST, _BETWEEN = 4, 8, 16
 """Tokens of a document whose logits are examined: at its start, at its end, and in between."""
 _PROBED = 64
 """Documents, at most twice as many, whose logits are examined; the last three always are."""
-_MOST_SINGLE = 6
-"""Documents that are examined one by one; more are examined in groups."""
+_MOST_SETS = 5
+"""Sets of documents whose logits are examined together: each takes a forward and a backward."""
 
 
 def probe_positions(lengths: Sequence[int]) -> tuple[Tensor, list[int]]:
@@ -121,19 +123,23 @@ def leaked_gradient(
 
 
 def _document_sets(count: int) -> list[list[int]]:
-    """Return sets of documents that separate any two of them, in both directions.
+    """Return few sets of documents that separate any two of them, in both directions.
 
-    With more than six documents, two whose indices differ by a multiple of eight are not separated.
+    Each document is in two of the sets (in one, if there are two or three), and no two documents in
+    the same: of any two, each is in a set without the other. Beyond ten documents, two whose
+    indices differ by a multiple of ten are not separated.
 
     >>> _document_sets(3)
     [[0], [1], [2]]
-    >>> _document_sets(7)[:4]
-    [[1, 3, 5], [0, 2, 4, 6], [2, 3, 6], [0, 1, 4, 5]]
+    >>> _document_sets(6)
+    [[0, 1, 2], [0, 3, 4], [1, 3, 5], [2, 4, 5]]
     """
-    if count <= _MOST_SINGLE:
-        return [[index] for index in range(count)]
-    halves = [[i for i in range(count) if i >> bit & 1] for bit in range(3)]
-    return [side for half in halves for side in (half, sorted(set(range(count)) - set(half)))]
+    sets = 1
+    while sets < _MOST_SETS and comb(sets, max(1, sets // 2)) < count:
+        sets += 1
+    memberships = list(combinations(range(sets), max(1, sets // 2)))
+    of = [memberships[index % len(memberships)] for index in range(count)]
+    return [[index for index in range(count) if number in of[index]] for number in range(sets)]
 
 
 def token_gradients(

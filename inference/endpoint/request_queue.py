@@ -14,7 +14,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from threading import Lock
@@ -49,7 +50,12 @@ class ServedRequest:
 
 
 class TimeShare:
-    """The time of a training that requests may take."""
+    """The time of a training that requests may take: earned by its share, then spent.
+
+    Time is saved up to `max_pause` seconds. Requests start once their expected time is saved, so
+    that their share of the training's time stays below `max_share` from the start on; if they take
+    longer than expected, the excess is a debt that later time pays.
+    """
 
     def __init__(
         self,
@@ -60,19 +66,39 @@ class TimeShare:
         """Take the limits; arguments: as in `serve`."""
         self.max_share, self.max_pause = max_share, max_pause
         self.seconds = 0.0
-        """Time that requests have taken so far."""
+        """Time that requests have taken so far, without the current pause."""
         self._clock = clock
-        self._start: float | None = None
+        self._account: tuple[float, float, bool] | None = None
+        """Seconds saved at a time, that time, and whether requests run since then."""
 
     def start(self) -> None:
         """Count the time of the training from the first call on."""
-        self._start = self._clock() if self._start is None else self._start
+        self._account = self._account or (0.0, self._clock(), False)
 
-    def wait(self, running: float = 0.0) -> float:
-        """Return the seconds until requests may run again; `running`: of the current window."""
-        if self._start is None:
-            return 0.0
-        return max(0.0, self._start + (self.seconds + running) / self.max_share - self._clock())
+    def saved(self) -> float:
+        """Return the seconds that requests may take now; negative after they took too long."""
+        if self._account is None or self.max_share == 1:
+            return self.max_pause
+        saved, since, is_paused = self._account
+        seconds = self._clock() - since
+        earned = min(self.max_pause, saved + self.max_share * seconds)
+        return earned - seconds if is_paused else earned
+
+    def wait(self, seconds: float) -> float:
+        """Return the time until requests that take this long may run."""
+        return max(0.0, (seconds - self.saved()) / self.max_share)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Charge the time of this block."""
+        start = self._clock()
+        self._account = self.saved(), start, True
+        try:
+            yield
+        finally:
+            end = self._clock()
+            self.seconds += end - start
+            self._account = self.saved(), end, False
 
 
 class RequestQueue:
@@ -113,11 +139,8 @@ class RequestQueue:
     def _check_pause(self, requests: list[ServedRequest]) -> None:
         if self.time_share is None:
             return
-        wait, limit = self.time_share.wait(), self.time_share.max_pause
-        if time.monotonic() + wait > min(request.expires for request in requests):
-            message = f"requests have used up their share of the training time for {wait:.0f} s"
-            raise ApiError(503, message, wait)
         expected = max(self.expected_seconds(request) for request in requests)
+        wait, limit = self.time_share.wait(expected), self.time_share.max_pause
         if expected > limit:
             raise ApiError(
                 503,
@@ -125,6 +148,9 @@ class RequestQueue:
                 f"is {limit:g}: lower max_tokens",
                 max(wait, 1),
             )
+        if time.monotonic() + wait > min(request.expires for request in requests):
+            message = f"requests have used up their share of the training time for {wait:.0f} s"
+            raise ApiError(503, message, wait)
 
     def expected_seconds(self, request: ServedRequest) -> float:
         """Estimate the time of a request from the time of a step; 0 before that is known."""
@@ -132,6 +158,16 @@ class RequestQueue:
         num_prefills = -(-num_prompt_tokens // self._engine.max_num_batched_tokens)
         num_steps = request.params.max_tokens + num_prefills
         return num_steps * self.step_seconds
+
+    def is_due(self) -> bool:
+        """Return whether the time of the request that has waited longest is saved up."""
+        assert self.time_share is not None
+        self.time_share.start()
+        if not self._waiting:
+            return False
+        with self._lock:
+            first = next((each for each in self._waiting if not each.is_cancelled), None)
+        return first is not None and self.time_share.wait(self.expected_seconds(first)) == 0
 
     def run(self, step: int | None = None, last: bool = False) -> None:
         """Run requests until none is left; called by the thread that may use the model.
@@ -143,19 +179,17 @@ class RequestQueue:
         self.step = step
         self.is_closed |= last
         start, share = time.monotonic(), None if last else self.time_share
-        try:
-            self._admit_waiting(float("inf"))
-            while self._running:
-                self._run_step()
-                elapsed = time.monotonic() - start
-                if share is None:
-                    self._admit_waiting(float("inf"))
-                elif share.wait(elapsed) == 0:
-                    self._admit_waiting(share.max_pause - elapsed)
-                self.abort_cancelled()
-        finally:
-            if self.time_share is not None:
-                self.time_share.seconds += time.monotonic() - start
+
+        def seconds_left() -> float:
+            if share is None:
+                return float("inf")
+            return min(share.saved(), share.max_pause - (time.monotonic() - start))
+
+        self._admit_waiting(seconds_left())
+        while self._running:
+            self._run_step()
+            self._admit_waiting(seconds_left())
+            self.abort_cancelled()
 
     def close(self) -> None:
         """Refuse new requests and those that did not finish."""

@@ -20,7 +20,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from pathlib import PurePath
 from threading import Event, Thread
 from typing import Any, Literal, TypeVar
@@ -50,7 +50,7 @@ T = TypeVar("T")
 When = Literal["step", "evaluation"]
 MAX_BODY_BYTES, MAX_HEADERS, MAX_HEADER_BYTES = 1 << 20, 64, 1 << 14
 _CHAT_DEFAULT_TOKENS = 1024
-_DRAIN_SECONDS, _MAX_DRAINED_PARTS = 2.0, 256
+_DRAIN_SECONDS, _MAX_DRAINED_PARTS = 10.0, 256
 """How long, and for how many parts, the rest of a body is read before it is refused."""
 _GONE = 499
 """Status for a client that went away, which never sees it; nginx's number."""
@@ -78,10 +78,11 @@ class Server:
         when: None for a model that is not in training. Beside a training, a front end's
             `ServeCallback` runs the requests after optimizer steps ("step") or when the trainer
             evaluates ("evaluation").
-        max_share: largest fraction of the training's time that requests take; time beyond it, for
-            requests that already run, is charged to later steps.
-        max_pause: seconds that requests may stop the training at once. A request that is expected
-            to take longer is refused, with status 503.
+        max_share: largest fraction of the training's time that requests take. Requests start once
+            the time they are expected to take is saved up; any excess is charged to later steps.
+            1 is no limit.
+        max_pause: seconds that requests may stop the training at once, and that are saved up at
+            most. A request that is expected to take longer is refused, with status 503.
         max_requests: maximum prompts of all connections; more are refused with status 429.
         timeout: seconds a request may take, with its time in the queue. A request that has not
             started by then is refused with status 503; others return the tokens they have.
@@ -168,13 +169,16 @@ class Server:
         Args:
             last: the training has ended: ignore `max_share`.
         """
-        share = self._queue.time_share
-        assert share is not None, "is_due() is for serve(when=…)"
-        share.start()
-        return self._queue.num_waiting > 0 and (last or share.wait() == 0)
+        is_due = self._queue.is_due()  # also starts the clock of the share
+        return self._queue.num_waiting > 0 if last else is_due
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Charge the time of a block to the share of requests."""
+        assert self._queue.time_share is not None
+        return self._queue.time_share.pause()
 
     def run_requests(self, step: int, last: bool = False) -> None:
-        """Run the requests that wait; the model must not change meanwhile.
+        """Run the requests that wait, within `pause()`; the model must not change meanwhile.
 
         Args:
             step: the training step of the weights, which the answers carry.

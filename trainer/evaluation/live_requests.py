@@ -10,7 +10,7 @@ for it, and ask rank 0 at every step; with other layouts, they go on to the next
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
 from torch.distributed.fsdp import FSDPModule
@@ -29,8 +29,12 @@ class LiveServer(Protocol):
         """Return whether requests wait that may run now."""
         ...
 
+    def pause(self) -> AbstractContextManager[None]:
+        """Charge the time of a block to the share of requests."""
+        ...
+
     def run_requests(self, step: int, last: bool = False) -> None:
-        """Run them; called on all ranks if the model is sharded."""
+        """Run them, within `pause()`; called on all ranks if the model is sharded."""
         ...
 
     def close(self) -> None:
@@ -67,5 +71,5 @@ def answer_requests(
     if not is_due:
         return
     paused = nullcontext() if meter is None else meter.paused()
-    with preserve_rng(), paused, unsharded(model), draw_stream("live requests"):
+    with server.pause(), preserve_rng(), paused, unsharded(model), draw_stream("live requests"):
         server.run_requests(step, last)

@@ -2,38 +2,75 @@
 
 from __future__ import annotations
 
+import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from nopad.inference.endpoint.request_queue import TimeShare
+from nopad.trainer.evaluation.live_requests import answer_requests
 from served import complete, running, until
 
 
-def test_time_beyond_the_share_is_charged_to_later_windows():
-    now = [100.0]
-    share = TimeShare(0.1, 10, clock=lambda: now[0])
-    now[0] = 500.0
+class Clock:
+    """A clock that only requests and a fake training advance."""
+
+    def __init__(self):
+        self.now = 500.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def spend(share: TimeShare, clock: Clock, seconds: float) -> None:
+    with share.pause():
+        clock.now += seconds
+
+
+def test_time_is_saved_before_it_is_spent():
+    share = TimeShare(0.1, 10, clock=(clock := Clock()))
     share.start()
-    assert share.wait() == 0, "nothing was used yet"
-    share.seconds, now[0] = 3.0, 503.0
-    assert share.wait() == pytest.approx(27), "3 s are 10 % of 30 s"
-    now[0] = 530.0
-    assert share.wait() == 0 and share.wait(running=0.5) == pytest.approx(5)
+    assert share.wait(3.0) == pytest.approx(30), "nothing is saved yet"
+    clock.now += 30
+    assert share.wait(3.0) == pytest.approx(0) and share.wait(4.0) == pytest.approx(10)
+    spend(share, clock, 3.0)
+    assert share.seconds == 3 and share.saved() == pytest.approx(0.3), "a pause is time as well"
 
 
-def test_requests_take_at_most_their_share_of_the_time():
-    """Ten windows per second of a clock that only requests and a fake training advance."""
-    now = [0.0]
-    share = TimeShare(0.2, 10, clock=lambda: now[0])
-    for _ in range(1000):
+def test_time_beyond_the_share_is_charged_to_later_windows():
+    share = TimeShare(0.1, 10, clock=(clock := Clock()))
+    share.start()
+    clock.now += 10
+    spend(share, clock, 3.0)
+    assert share.saved() == pytest.approx(1 - 3 + 0.3)
+    assert share.wait(0) == pytest.approx(17), "3 s are 10 % of 30 s, and 13 s are over"
+    with share.pause():
+        clock.now += 0.5
+        assert share.saved() == pytest.approx(-1.7 - 0.5 + 0.05), "while they are spent"
+
+
+def test_a_quiet_hour_does_not_allow_an_hour_of_requests():
+    share = TimeShare(0.1, 10, clock=(clock := Clock()))
+    share.start()
+    clock.now += 3600
+    assert share.saved() == 10
+    spend(share, clock, 10.0)
+    assert share.wait(10.0) == pytest.approx(100)
+
+
+@pytest.mark.parametrize(("error", "excess"), [(0.0, 0.0), (0.3, 0.3)])
+def test_requests_take_at_most_their_share_of_the_time(error, excess):
+    """A thousand windows under constant load, each up to `error` longer than expected."""
+    share, rng = TimeShare(0.2, 10, clock=(clock := Clock())), random.Random(0)
+    for number in range(20_000):
         share.start()
-        if share.wait() == 0:
-            share.seconds += 0.37
-            now[0] += 0.37
-        now[0] += 0.1
-    assert share.seconds / now[0] <= 0.2 + 0.37 / now[0]
-    assert share.seconds / now[0] >= 0.19, "the share can be used"
+        expected = rng.uniform(0.1, 2)
+        if share.wait(expected) == 0:
+            spend(share, clock, expected * (1 + rng.uniform(-error, error)))
+            spent = clock.now - 500
+            assert share.seconds <= 0.2 * spent + 2 * excess + 1e-6, number
+        clock.now += rng.uniform(0.01, 0.2)
+    assert share.seconds / (clock.now - 500) >= 0.199, "the share can be used"
 
 
 @pytest.fixture(scope="module")
@@ -78,18 +115,60 @@ def test_a_slow_first_step_does_not_refuse_later_requests():
 
 
 def test_a_used_up_share_refuses_requests_that_would_wait_too_long(paused, monkeypatch):
-    share = paused._queue.time_share
+    share = TimeShare(0.001, 10)
+    monkeypatch.setattr(paused._queue, "time_share", share)
+    monkeypatch.setattr(paused._queue, "step_seconds", 0.0)
     share.start()
-    monkeypatch.setattr(share, "max_share", 0.001)
-    monkeypatch.setattr(share, "seconds", 0.2)
+    with share.pause():
+        time.sleep(0.2)
     assert not paused.is_due()
     refused = complete(paused)
-    assert refused.status_code == 503 and 100 < int(refused.headers["Retry-After"]) <= 200
+    assert refused.status_code == 503 and 100 < int(refused.headers["Retry-After"]) <= 400
+
+
+def test_a_request_waits_until_its_time_is_saved(paused, monkeypatch):
+    """Shorter ones that come later do not overtake it."""
+    share = TimeShare(0.1, 10, clock=(clock := Clock()))
+    monkeypatch.setattr(paused._queue, "time_share", share)
+    monkeypatch.setattr(paused._queue, "step_seconds", 0.1)
+    share.start()
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(complete, paused, max_tokens=19)]
+        until(lambda: paused._queue.num_waiting == 1)
+        calls.append(pool.submit(complete, paused, max_tokens=4))
+        until(lambda: paused._queue.num_waiting == 2)
+        clock.now += 19
+        assert not paused.is_due(), "1.9 s are saved, enough for the second"
+        clock.now += 1.01
+        assert paused.is_due()
+        with paused.pause():
+            paused.run_requests(5)
+        assert [call.result().json()["training_step"] for call in calls] == [5, 5]
+
+
+def test_all_of_a_pause_is_charged(paused):
+    """Also what a trainer does around the requests, such as gathering a sharded model."""
+    before, model = paused._queue.time_share.seconds, paused._engine._model
+    with ThreadPoolExecutor() as pool:
+        call = pool.submit(complete, paused)
+        until(lambda: paused._queue.num_waiting == 1)
+        run = paused.run_requests
+
+        def slowly(step, last):
+            time.sleep(0.3)
+            run(step, last)
+
+        paused.run_requests = slowly
+        try:
+            answer_requests(paused, 6, model)
+        finally:
+            del paused.run_requests
+        assert call.result().status_code == 200
+    assert paused._queue.time_share.seconds - before >= 0.3
 
 
 def test_requests_that_arrive_in_a_window_join_it_while_time_is_left(paused):
     queue, late = paused._queue, []
-    queue.time_share.seconds = 0.0
     step = paused._engine.step
     with ThreadPoolExecutor() as pool:
 
