@@ -39,6 +39,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     option.numprocesses, option.dist = os.cpu_count(), "worksteal"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Dozens of processes import the package: each would compile it anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Numba compiles once, while the workers collect, instead of once in every process.
     command = [sys.executable, "-c", COMPILE]
     Thread(target=subprocess.run, args=(command,), kwargs={"check": True}).start()

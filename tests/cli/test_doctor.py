@@ -109,7 +109,10 @@ def test_what_is_refused_is_told_with_the_reason(capsys):
     assert "Engine: refused, recurrent_gemma carries a state" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "lfm2_moe", "mamba2", "zamba2"])
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("mamba2", "zamba2")]
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "lfm2_moe", *SLOW_KINDS])
 def test_a_type_is_examined_with_every_kind_of_layer_that_it_can_have(kind, capsys):
     """The default config of lfm2 has attention alone; that of others cannot be built as it is."""
     assert main([kind, "--attn", "nopad,eager"]) == 1

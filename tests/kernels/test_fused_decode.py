@@ -57,7 +57,12 @@ def paged_step(kv_heads, dim):
 
 
 @pytest.fixture(
-    params=[(6, 2, 32, False, False), (4, 4, 16, True, True), (8, 2, 64, True, False)], ids=str
+    params=[
+        (6, 2, 32, False, False),
+        (4, 4, 16, True, True),
+        pytest.param((8, 2, 64, True, False), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def step(request) -> Step:
     heads, kv_heads, dim, has_norm, has_bias = request.param

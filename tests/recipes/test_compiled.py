@@ -48,12 +48,23 @@ def inputs(recipe: str, folder: Path) -> list[str]:
     return ["--data", str(small_inputs.chats(folder)), str(model)]
 
 
+@pytest.mark.parametrize("recipe", ["train_hf", "sft"])
+def test_recipes_pass_the_layers_on_to_the_trainer(recipe, tmp_path, monkeypatch):
+    def stop(*args, layers, **options):
+        raise InterruptedError(layers)
+
+    monkeypatch.setattr("nopad.trainer.with_hf.PackedTrainer", stop)
+    with pytest.raises(InterruptedError, match="^stock$"):
+        train(recipe, ["--layers", "stock", *inputs(recipe, tmp_path)], tmp_path)
+
+
+@pytest.mark.slow  # each part has a fast test: `--layers`, and what compiled layers compute
 @pytest.mark.parametrize(
     ("recipe", "more"),
     [
         ("train_hf", []),
-        pytest.param("sft", ["--lora", "4"], marks=pytest.mark.slow),
-        pytest.param("train_hf", ["--checkpointing"], marks=pytest.mark.slow),
+        ("sft", ["--lora", "4"]),
+        ("train_hf", ["--checkpointing"]),
     ],
 )
 def test_a_compiled_run_leaves_the_weights_of_one_that_is_not(recipe, more, tmp_path, monkeypatch):

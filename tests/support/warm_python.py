@@ -4,7 +4,7 @@
                                                   └─fork─▶ keeper ─fork─▶ the process
          ◀──────────── pid, and in the end the exit code ────┘
 
-Loading takes seconds, the work of a test often less. `run` and `Popen` are those of `subprocess`
+The workers of a run of pytest-xdist share a server. Loading takes seconds, the work of a test often less. `run` and `Popen` are those of `subprocess`
 for `[sys.executable, *command]` and text: processes with their own environment, folder, signals and
 exit codes. They see no GPU. What the first import of nopad does is seen with `loaded=LIBRARIES`.
 Imports have read TRITON_INTERPRET as given, and all else of the environment as it is for the test.
@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from contextlib import suppress
 from importlib import import_module
@@ -149,38 +150,58 @@ def _stream(wanted: int | None, own: int):
 
 @functools.cache
 def _server(loaded: tuple[str, ...], interpret: str | None) -> socket.socket:
-    """Start the server, which ends when this process does."""
-    ours, its = socket.socketpair()
+    """Connect to the server; start it if no worker has. It ends when the last one does."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    address = f"\0nopad-{run}-{len(loaded)}-{interpret}"
+    control, listener = (socket.socket(socket.AF_UNIX) for _ in range(2))
+    try:
+        listener.bind(address)
+    except OSError:  # another worker has started it
+        listener.close()
+    else:
+        _start(listener, loaded, interpret)
+    for _ in range(500):
+        with suppress(ConnectionRefusedError):  # bound, and not listening yet
+            control.connect(address)
+            break
+        time.sleep(0.01)
+    atexit.register(control.close)
+    return control
+
+
+def _start(listener: socket.socket, loaded: tuple[str, ...], interpret: str | None) -> None:
+    listener.listen()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env.pop("TRITON_INTERPRET", None)
     if interpret is not None:
         env["TRITON_INTERPRET"] = interpret  # read by imports
-    command = [sys.executable, __file__, str(its.fileno()), *loaded]
-    server = subprocess.Popen(command, env=env, pass_fds=[its.fileno()])
-    its.close()
-
-    def stop() -> None:
-        ours.close()
-        server.wait(10)
-
-    atexit.register(stop)
-    return ours
+    command = [sys.executable, __file__, str(listener.fileno()), *loaded]
+    subprocess.Popen(command, env=env, pass_fds=[listener.fileno()])
+    listener.close()
 
 
-def serve(control: socket.socket) -> list[str] | None:
+def serve(listener: socket.socket) -> list[str] | None:
     """Fork a process for every request. Return its command in it, and None in the server."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
-    while True:
-        header, descriptors, *_ = socket.recv_fds(control, 8, 4)
-        if not header:
-            return None
-        request = control.recv(int.from_bytes(header), socket.MSG_WAITALL)
-        if not os.fork():
-            control.close()
-            return _keep(json.loads(request), *descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
+    controls = [listener.accept()[0]]
+    while controls:
+        for ready in select([listener, *controls], [], [])[0]:
+            if ready is listener:
+                controls.append(listener.accept()[0])
+                continue
+            header, descriptors, *_ = socket.recv_fds(ready, 8, 4)
+            if not header:
+                controls.remove(ready)
+                continue
+            request = ready.recv(int.from_bytes(header), socket.MSG_WAITALL)
+            if not os.fork():
+                for own in (listener, *controls):
+                    own.close()
+                return _keep(json.loads(request), *descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+    return None
 
 
 def _keep(request: dict, *descriptors: int) -> list[str]:

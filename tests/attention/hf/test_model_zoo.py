@@ -47,10 +47,10 @@ xlnet
 # One type of every rule and of every reason to refuse, and those that most people train; the others
 # are slow.
 _FAST = """
-apertus bloom cohere2 dbrx deepseek_v3 deepseek_v32 exaone4 falcon_h1 gemma2 gemma3 gemma3_text glm4
-gpt2 gpt_neox gpt_oss gptj granite lfm2 llama llama4_text mamba2 mistral mixtral modernbert-decoder
-moshi mpt nemotron olmo2 olmoe opt phi3 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next roberta smollm3
-stablelm starcoder2 xlnet
+apertus bloom cohere2 dbrx deepseek_v3 deepseek_v32 exaone4 falcon_h1 gemma2 gemma3_text glm4 gpt2
+gpt_neox gpt_oss gptj granite lfm2 llama llama4_text mistral mixtral modernbert-decoder moshi mpt
+nemotron olmo2 olmoe opt phi3 qwen2 qwen2_moe qwen3 qwen3_moe roberta smollm3 stablelm starcoder2
+xlnet
 """
 _LEAKS = "zaya"
 LEAKS, ONE_TOKEN_DIFFERS = "packs leak", "one token differs"

@@ -166,7 +166,7 @@ def test_a_weight_update_is_noticed_in_every_form():
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("cycles", [30, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cycles", [10, pytest.param(1000, marks=pytest.mark.slow)])
 def test_cycles_of_update_and_evaluation_equal_a_fresh_engine(cycles):
     m = model()
     engine = Engine(m, debug=True)

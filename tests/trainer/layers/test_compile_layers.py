@@ -53,15 +53,16 @@ def test_one_graph_serves_all_layers_and_packs():
     assert counter.frame_count == 1
 
 
-def test_models_may_have_more_graphs_than_torch_compile_allows_by_default():
-    settings = {"vocab_size": 128, "n_embd": 16, "n_layer": 12, "n_head": 2}
+def test_models_may_have_more_graphs_than_torch_compile_allows_by_default(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)  # 8 by default
+    settings = {"vocab_size": 128, "n_embd": 16, "n_layer": 3, "n_head": 2}
     config = GPT2Config(**settings, scale_attn_by_inverse_layer_idx=True, attn_pdrop=0.0)
     counter = CompileCounterWithBackend("eager")
     for model in (GPT2LMHeadModel(config), tiny_run.model()):
         model.set_attn_implementation("nopad")
         compile_layers(model.train(), backend=counter)
         model(**batches()[0]).loss.backward()
-    assert counter.frame_count > 8
+    assert counter.frame_count > 2
 
 
 def test_an_evaluation_runs_uncompiled_and_compiles_nothing():
@@ -150,7 +151,7 @@ def test_batch_invariant_mode_runs_uncompiled():
 def adapted(model, **options):
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    config = LoraConfig(r=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     return get_peft_model(model, config, **options)
 
 
