@@ -38,6 +38,7 @@ from .requests.request import Request
 from .requests.request_builder import EncodedPrompt, RequestBuilder
 from .requests.tokenization import Prompt, TokenizerAdapter
 from .scheduling.loop import StepLoop
+from .scheduling.speculation import DraftSource
 from .session import Executor, ModelSession
 from .settings import check_dtype, check_model, check_positive, check_seed, resolve_settings
 
@@ -85,6 +86,9 @@ class Engine:
         seed: seed of requests without their own. Each call draws fresh random numbers; a repeated
             run draws the same ones.
         cuda_graphs: on a GPU, run steps as CUDA graphs; False saves their memory and capture time.
+        speculate: draft tokens and verify several in one step while that is faster; completions
+            are the same. "ngram" drafts what followed the newest tokens earlier in the request,
+            "history" the earlier completion of the same prompt (evaluations repeat prompts).
         debug: check the pages and counters of all requests at every step.
     """
 
@@ -104,6 +108,7 @@ class Engine:
         dtype: torch.dtype | None = None,
         seed: int = 0,
         cuda_graphs: bool = True,
+        speculate: DraftSource | None = None,
         debug: bool = False,
     ):
         if isinstance(model, str | PathLike):
@@ -121,6 +126,7 @@ class Engine:
             keep_memory=keep_memory,
             dtype=dtype,
             cuda_graphs=cuda_graphs,
+            speculate=speculate,
             debug=debug,
         )
         self._tokenizer = TokenizerAdapter(self._model, tokenizer)

@@ -26,6 +26,7 @@ from .metrics.request_trace import RequestTrace
 from .metrics.stats import Stats
 from .requests.request import Request
 from .scheduling.loop import StepLoop
+from .scheduling.speculation import Speculation
 from .settings import Settings
 
 WeightsCheck = Literal["counters", "full"]
@@ -56,6 +57,10 @@ class ModelSession:
         self._has_requests = has_requests
         self._weights = WeightsVersion(model)
         self._modules: list[nn.Module] = list(model.modules())
+        self._speculation = (
+            None if settings.speculate is None else Speculation(settings.speculate, stats)
+        )
+        """Kept when the executor is released: earlier completions are still good drafts."""
         self._limits: dict[str, int] = {}
         """Limits that the user set after construction, for this executor and later ones."""
         self.has_new_requests = False
@@ -172,6 +177,7 @@ class ModelSession:
         executor = build_executor(self._model, self.settings, self._stats, self._trace, key)
         self._stats.setup_seconds += perf_counter() - start
         self._weights.refresh()
+        executor.loop.speculation = self._speculation
         executor.loop.scheduler.cache_salt = str(self._weights.number)
         self._apply_limits(executor.loop)
         return executor

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from ..attention.hf import SequenceLimit, sequence_limit
+from ..attention.hf import SequenceLimit, sequence_limit, stateful_parts
 from .execution.memory_budget import Memory, check_memory
 from .live_model.replica import replica_ranks
+from .scheduling.speculation import DraftSource
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_SETTING = 2**31 - 1
@@ -46,6 +47,7 @@ class Settings:
     keep_memory: bool
     dtype: torch.dtype | None
     cuda_graphs: bool
+    speculate: DraftSource | None
     debug: bool
 
 
@@ -62,6 +64,7 @@ def resolve_settings(
     keep_memory: bool,
     dtype: torch.dtype | None,
     cuda_graphs: bool,
+    speculate: DraftSource | None,
     debug: bool,
 ) -> Settings:
     """Validate settings; None becomes the default for the model and its device."""
@@ -88,6 +91,7 @@ def resolve_settings(
         keep_memory=check_flag("keep_memory", keep_memory),
         dtype=check_dtype(dtype),
         cuda_graphs=check_flag("cuda_graphs", cuda_graphs),
+        speculate=_speculate(model, speculate),
         debug=check_flag("debug", debug),
     )
 
@@ -145,6 +149,24 @@ def _target_itl(model: Any, seconds: float | None) -> float | None:
             "times and cut prompts differently; lower max_num_batched_tokens instead"
         )
     return float(seconds)
+
+
+def _speculate(model: Any, source: DraftSource | None) -> DraftSource | None:
+    if source is None:
+        return None
+    if source not in get_args(DraftSource):
+        raise ValueError(f"speculate is {source!r}; pass 'ngram', 'history' or None")
+    if len(replica_ranks(model)) > 1:
+        raise ValueError(
+            "speculate= cannot be used with tensor parallelism: whether drafts pay is measured, "
+            "and its ranks would decide differently; omit it"
+        )
+    if stateful_parts(model):
+        raise ValueError(
+            f"speculate= cannot be used with {type(model).__name__}: rejected tokens would change "
+            "the states of its layers; omit it"
+        )
+    return source
 
 
 def _tokens_while_decoding(model: Any, max_num_seqs: int) -> int | None:

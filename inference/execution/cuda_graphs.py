@@ -31,6 +31,7 @@ from ...attention.backends import NotCapturable, forced_paged_backend
 from ...runtime import is_out_of_memory, rank
 from ..live_model.weights_version import AdapterState
 from ..metrics.stats import Stats
+from ..scheduling.speculation import MAX_LOGIT_ROWS
 from ..scheduling.step import Step
 from .capture import capture_mode, capture_streams
 from .gc_control import gc_disabled
@@ -191,7 +192,7 @@ class StepGraphs:
         self._logits: Tensor | None = None
         """Logits of mixed steps, [rows, V]."""
         self._pool = torch.cuda.graph_pool_handle()
-        self._buffers = StepBuffers(last_tokens.device, len(last_tokens))
+        self._buffers = StepBuffers(last_tokens.device, max(len(last_tokens), MAX_LOGIT_ROWS))
         self._by_kernels = last_tokens.is_cuda and copy_words is not None
         """Whether kernels copy inputs and tokens."""
 

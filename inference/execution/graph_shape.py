@@ -81,9 +81,9 @@ def step_shape(step: Step) -> GraphShape | None:
     if is_decode_only(step):
         size = capture_size(len(step.requests))
         return GraphShape(backend, False, size, size, _decode_width(num_pages))
-    num_tokens = mixed_tokens(len(step.token_ids))
     num_seqs = mixed_seqs(max(len(step.requests), len(step.logits_indices)))
-    if num_tokens is None or num_seqs > num_tokens:
+    num_tokens = mixed_tokens(max(len(step.token_ids), num_seqs))
+    if num_tokens is None:
         return None
     width = _MIXED_WIDTH
     while width < num_pages:

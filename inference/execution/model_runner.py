@@ -196,7 +196,7 @@ class ModelRunner:
 
         Later tokens are added on the device as they are sampled.
         """
-        requests = [step.sampled_requests[index] for index in indices.tolist()]
+        requests = {step.sampled_requests[index]: None for index in indices.tolist()}
         fresh = [request for request in requests if not request.num_in_flight]
         width = max((r.max_len for r in fresh), default=0)
         if width > self._token_history.shape[1]:
@@ -205,7 +205,7 @@ class ModelRunner:
             wider[:, : self._token_history.shape[1]] = self._token_history
             self._token_history = wider
         for request in fresh:
-            known = torch.from_numpy(request.token_ids(0, request.num_tokens))
+            known = torch.from_numpy(request.token_ids(0, request.num_tokens + len(request.draft)))
             self._token_history[request.row, : len(known)] = known.to(self.device)
 
 

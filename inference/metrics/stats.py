@@ -79,6 +79,10 @@ class Stats:
         self.graph_steps = 0
         self.graphs_captured = 0
         self.new_tokens = 0
+        self.drafted_tokens = 0
+        """Draft tokens that steps verified; with `speculate`."""
+        self.accepted_tokens = 0
+        """Of these, those that were sampled too."""
         self.finished: dict[str, int] = {}
         """Finished requests by reason."""
         self.preemptions = 0
@@ -141,6 +145,7 @@ class Stats:
     def record_tokens(self, rows: np.ndarray, now: float) -> None:
         """Count a step's tokens as they reach the host; no Python per request."""
         self.new_tokens += len(rows)
+        rows = np.unique(rows)  # accepted drafts arrive together
         if len(self._row_last_token_at) == 0:
             return
         last = self._row_last_token_at[rows]
@@ -186,6 +191,11 @@ class Stats:
         return self.prefix_hit_tokens / max(self.admitted_tokens, 1)
 
     @property
+    def acceptance_rate(self) -> float:
+        """Fraction of the draft tokens that were accepted."""
+        return self.accepted_tokens / max(self.drafted_tokens, 1)
+
+    @property
     def tokens_per_second(self) -> float:
         """New tokens over the time spent in steps."""
         return self.new_tokens / self.step_seconds if self.step_seconds else 0.0
@@ -203,6 +213,7 @@ class Stats:
             "kv_cache_usage": self.kv_cache_usage,
             "padding": self.padding,
             "prefix_cache_hit_rate": self.prefix_cache_hit_rate,
+            "acceptance_rate": self.acceptance_rate,
             "setup_seconds": self.setup_seconds,
             "capture_seconds": self.capture_seconds,
             "preemptions": self.preemptions,

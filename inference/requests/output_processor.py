@@ -52,9 +52,9 @@ class OutputProcessor:
         for request in group.requests:
             self._group_of.pop(request.id, None)
 
-    def detokenize(self, updated: Iterable[Request]) -> set[int]:
-        """Decode new tokens; return the ids of requests whose text reached a stop string."""
-        return {r.id for r in updated if self._group_of[r.id].detokenize(r)}
+    def detokenize(self, updated: Iterable[Request]) -> dict[int, int]:
+        """Decode new tokens; return how many reach a stop string, by id of the request."""
+        return {r.id: n for r in updated if (n := self._group_of[r.id].detokenize(r)) is not None}
 
     def publish(self, updated: list[Request]) -> None:
         """Queue the new events, the completion of a group last, and remove finished groups."""
@@ -134,20 +134,24 @@ class RequestGroup:
         first, *others = [self._completion(request) for request in self.requests]
         return replace(first, others=tuple(others)) if others else first
 
-    def detokenize(self, request: Request) -> bool:
-        """Decode new tokens if they are needed now; return whether they complete a stop string."""
+    def detokenize(self, request: Request) -> int | None:
+        """Decode new tokens if they are needed now, up to the one that completes a stop string.
+
+        Return the number of tokens then, None without a stop string.
+        """
         stops = request.params.stop
         if not stops and not (self._streaming and self._tokenizer.has_tokenizer):
-            return False
+            return None
         state = self._text(request)
-        new_tokens = request.output_token_ids[state.num_detokenized :]
-        state.num_detokenized += len(new_tokens)
-        if not new_tokens or not (new_text := state.detokenizer.push(new_tokens)):
-            return False
-        if not stops or len(request.output_token_ids) <= request.params.min_tokens:
-            return False
-        state.stop_start = find_stop(state.detokenizer.text, len(new_text), tuple(stops))
-        return state.stop_start is not None
+        for token in request.output_token_ids[state.num_detokenized :]:
+            state.num_detokenized += 1
+            new_text = state.detokenizer.push([token])
+            if new_text and stops and state.num_detokenized > request.params.min_tokens:
+                text = state.detokenizer.text
+                state.stop_start = find_stop(text, len(new_text), tuple(stops))
+                if state.stop_start is not None:
+                    return state.num_detokenized
+        return None
 
     def event(self, request: Request, final: bool) -> StreamEvent | None:
         """Return what a stream has not received yet; the final event has the completion."""

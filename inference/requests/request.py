@@ -56,6 +56,8 @@ class Request:
     """Per new token, if requested: token, log-probability, top tokens, their log-probabilities."""
     scores: dict[int, tuple[float, bool, list[int], list[float]]] = field(default_factory=dict)
     """By position: log-probability, is greedy, top tokens, their log-probabilities."""
+    draft: list[int] = field(default_factory=list)
+    """Tokens after the newest one that the next step verifies; part of `num_scheduled` only."""
     row: int = -1
     """Row in the batch (page table and per-row parameters) while it runs; -1 otherwise."""
     num_pages: int = 0
@@ -97,10 +99,12 @@ class Request:
         return range(max(start, self.score_from - 1), min(stop, self.prompt_len - 1))
 
     def token_ids(self, start: int, stop: int) -> np.ndarray:
-        """Token ids at positions [start, stop), all known to the host."""
+        """Token ids at positions [start, stop), all known to the host; drafts follow the others."""
         prompt_len = self.prompt_len
         if stop <= prompt_len:
             return self.prompt_token_ids[start:stop]
         output = self.output_token_ids[max(start - prompt_len, 0) : stop - prompt_len]
+        if self.draft:
+            output += self.draft[: max(stop - self.num_tokens, 0)]
         new = np.asarray(output, dtype=np.int64)
         return new if start >= prompt_len else np.concatenate([self.prompt_token_ids[start:], new])

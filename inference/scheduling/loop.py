@@ -11,7 +11,7 @@ knows token ids; the caller detokenizes and reports stop strings (`apply_stop_st
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from ..metrics.stats import Stats
 from ..requests.request import Request
 from .cache_checker import CacheChecker
 from .scheduler import Scheduler, SchedulerOutput
+from .speculation import Speculation
 from .step import BatchParams, Step, StepOutput, build_step
 from .step_costs import StepCosts
 
@@ -63,6 +64,7 @@ class StepLoop:
         self.stats = stats
         self.clock = clock
         self.costs = costs or StepCosts()
+        self.speculation: Speculation | None = None
         self._last_read_at = 0.0
         self._runner = runner
         self._batch_params = BatchParams(len(scheduler.page_table))
@@ -91,13 +93,16 @@ class StepLoop:
         finally:
             self.stats.record_step_time(self.clock() - start)
 
-    def apply_stop_strings(self, updated: list[Request], stopped: Collection[int]) -> None:
+    def apply_stop_strings(self, updated: list[Request], stopped: Mapping[int, int]) -> None:
         """Finish requests with stop strings: those in `stopped`, and those at their `max_len`.
 
         updated: the result of `step` or `drain`.
-        stopped: ids of the requests whose newest token completed a stop string.
+        stopped: by id, the number of new tokens that complete a stop string.
         """
         for request in updated:
+            if (length := stopped.get(request.id)) is not None:
+                self.stats.new_tokens -= len(request.output_token_ids) - length
+                del request.output_token_ids[length:], request.logprobs[length:]
             if request.finish_reason is None and request.params.stop:
                 if request.id in stopped:
                     self._finish(request, "stop")
@@ -121,7 +126,12 @@ class StepLoop:
         for request in updated:
             self._finish(request, "deadline")
         scheduler, page_size = self.scheduler, self.scheduler.pages.page_size
-        plan = scheduler.plan(self._max_tokens())
+        speculation, has_drafts, max_tokens = self.speculation, False, self._max_tokens()
+        if self._in_flight and speculation is not None and speculation.is_due(scheduler.running):
+            return updated + self.drain()
+        plan = scheduler.plan(max_tokens)
+        if not self._in_flight and speculation is not None:
+            has_drafts = speculation.add_drafts(plan, scheduler, max_tokens)
         for request in plan.admitted:
             self._batch_params.admit(request)
             self.stats.record_admitted(request, self.clock())
@@ -137,11 +147,13 @@ class StepLoop:
                 read = self._runner.launch(step)
                 self._in_flight.append((step, read, plan, self.clock()))
             except OutOfMemory:
-                scheduler.reduce_load(len(step.token_ids))
+                if not has_drafts or not speculation.discard(plan):
+                    scheduler.reduce_load(len(step.token_ids))
                 return updated + self.drain()
             scheduler.commit(plan)
             self.stats.record_step(start, step, scheduler)
-        while self._in_flight and (len(self._in_flight) > self._lookahead or not plan.requests):
+        lookahead = self._lookahead if plan.requests and not has_drafts else 0
+        while len(self._in_flight) > lookahead:
             updated += self._receive(*self._in_flight.popleft())
         return updated
 
@@ -164,33 +176,34 @@ class StepLoop:
         self._last_read_at = now
         self.scheduler.on_prefilled(plan.prefilled)
         updated = [] if output.logprob is None else self._store_scores(step, output)
-        dropped: list[int] = []
-        for index, (request, token) in enumerate(
-            zip(step.sampled_requests, output.sampled_token_ids.tolist(), strict=True)
-        ):
+        tokens, counted = output.sampled_token_ids.tolist(), []
+        rows: Sequence[int] = range(len(tokens))
+        if self.speculation is not None:
+            rows = self.speculation.verify(step, tokens, now)
+        for index in rows:
+            request, token = step.sampled_requests[index], tokens[index]
             if request.finish_reason is not None:
-                dropped.append(index)
                 continue
+            counted.append(index)
             if token < 0:
                 self._finish(request, "error", NOT_FINITE)
                 updated.append(request)
                 continue
-            tokens = request.output_token_ids
-            tokens.append(token)
+            request.output_token_ids.append(token)
             if request.needs_host_check:
-                updated.append(request)
+                if not updated or updated[-1] is not request:
+                    updated.append(request)
                 if (top := request.params.logprobs) is not None:
                     request.logprobs.append((token, *_logprobs(output, index, top)))
             if token in request.stop_token_ids:
                 self._finish(request, "stop")
-            elif len(tokens) >= request.max_len - request.prompt_len and not request.params.stop:
+            elif request.at_max_len and not request.params.stop:
                 self._finish(request, "length")
             else:
                 continue
             if not request.needs_host_check:
                 updated.append(request)
-        rows = np.delete(step.sampled_rows, dropped) if dropped else step.sampled_rows
-        self.stats.record_tokens(rows, now)
+        self.stats.record_tokens(step.sampled_rows[counted], now)
         return updated + self._finish_scored(step)
 
     def _finish_scored(self, step: Step) -> list[Request]:
@@ -222,6 +235,8 @@ class StepLoop:
 
     def _finish(self, request: Request, reason: str, error: str | None = None) -> None:
         self.scheduler.finish(request, reason, error)
+        if self.speculation is not None:
+            self.speculation.record(request)
         self.stats.record_finish(request, self.clock())
 
 

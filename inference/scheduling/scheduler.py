@@ -162,7 +162,7 @@ class Scheduler:
         """Advance the counters of a plan whose step was launched."""
         for request in plan.requests:
             start = request.num_computed
-            end = request.num_computed = start + request.num_scheduled
+            end = request.num_computed = start + request.num_scheduled - len(request.draft)
             if start < request.prompt_len:
                 self._register_prefix(request, start)
                 if end >= request.prompt_len:
@@ -212,6 +212,12 @@ class Scheduler:
         for request in list(self.running):
             self._preempt(request, by=request, why=why)
 
+    def append_pages(self, request: Request, count: int) -> None:
+        """Give a running request free pages."""
+        start, new = request.num_pages, self.pages.allocate(request.id, count)
+        self.page_table[request.row, start : start + count] = new
+        request.num_pages += count
+
     def _limit_scored(self, request: Request, num_tokens: int, scored_left: int) -> int:
         """How many of `num_tokens` a request may run if `scored_left` positions may be scored."""
         start = request.num_computed
@@ -230,7 +236,7 @@ class Scheduler:
             if missing <= 0:
                 return True
             if missing <= self.pages.available:
-                self._append_pages(request, missing)
+                self.append_pages(request, missing)
                 return True
             victim = self.running[-1]
             self._preempt(victim, by=request)
@@ -301,7 +307,7 @@ class Scheduler:
         request.num_computed = hit.tokens
         request.row, request.num_pages = self._free_rows.pop(), len(pages)
         self.page_table[request.row, : len(pages)] = pages
-        self._append_pages(request, missing)
+        self.append_pages(request, missing)
         insort(self.running, request, key=sort_key)
         self.num_prefix_hit_tokens += hit.tokens
         self.num_admitted_tokens += request.num_tokens
@@ -330,11 +336,6 @@ class Scheduler:
         stop = min(request.num_computed, request.prompt_len)
         if stop // STRIDE > start // STRIDE and not self.has_states:
             self.pages.register(request.id, request.prompt_token_ids[:stop], self.cache_salt)
-
-    def _append_pages(self, request: Request, count: int) -> None:
-        start, new = request.num_pages, self.pages.allocate(request.id, count)
-        self.page_table[request.row, start : start + count] = new
-        request.num_pages += count
 
     def _next_prefix_key(self, request: Request, start: int) -> tuple[int, bytes]:
         start -= start % STRIDE

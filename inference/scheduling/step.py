@@ -12,7 +12,6 @@ Whole-array operations build all of it, except for properties that few requests 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import compress
 from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
 
@@ -149,6 +148,7 @@ class Step:
     logits_indices: np.ndarray
     """int64 [R]: indices into the T tokens."""
     sampled_requests: list[Request]
+    """Once, or for each token of its draft and the one before it."""
     sampled_rows: np.ndarray
     """int64 [S]: batch rows of the sampled requests."""
     sampled_positions: np.ndarray
@@ -194,11 +194,11 @@ def build_step(
     positions = np.arange(total) + np.repeat(starts - cu_seqlens[:-1], query_lens)
     token_rows = rows[owners]
     pages = page_table[token_rows, positions // page_size].astype(np.int64)
-    samples = ends == num_tokens
+    samples = (positions >= num_tokens[owners] - 1).nonzero()[0]
     max_seq_len = int(ends.max())
-    sampled_requests = list(compress(requests, samples.tolist()))
+    sampled_requests = [requests[index] for index in owners[samples].tolist()]
     scored, score_indices, score_targets, num_logprobs = _scored(requests, cu_seqlens)
-    sampled_rows = rows[samples]
+    sampled_rows, sampled_positions = token_rows[samples], positions[samples] + 1
     num_logprobs = max(num_logprobs, int(batch_params.num_logprobs[sampled_rows].max(initial=-1)))
     return Step(
         requests=requests,
@@ -210,14 +210,14 @@ def build_step(
         kv_slots=pages * page_size + positions % page_size,
         max_query_len=int(query_lens.max()),
         max_seq_len=max_seq_len,
-        logits_indices=np.concatenate([cu_seqlens[1:][samples] - 1, score_indices]),
+        logits_indices=np.concatenate([samples, score_indices]),
         sampled_requests=sampled_requests,
         sampled_rows=sampled_rows,
-        sampled_positions=ends[samples],
+        sampled_positions=sampled_positions,
         scored=scored,
         score_targets=score_targets,
         num_logprobs=num_logprobs,
-        sampling=_sampling_inputs(sampled_requests, sampled_rows, ends[samples], batch_params),
+        sampling=_sampling_inputs(sampled_requests, sampled_rows, sampled_positions, batch_params),
     )
 
 
@@ -279,7 +279,7 @@ def _sampling_inputs(
         penalties = Penalties(indices, at, p.prompt_len[at], positions[indices], *weights)
     processed = p.reports_processed[rows].nonzero()[0]
     return SamplingInputs(
-        edits=_logit_edits(sampled, p.has_logit_edits[rows].nonzero()[0]),
+        edits=_logit_edits(sampled, positions, p.has_logit_edits[rows].nonzero()[0]),
         penalties=penalties,
         temperature=temperature if is_random else None,
         uniform=uniform(p.seed[rows], positions) if is_random else None,
@@ -288,14 +288,15 @@ def _sampling_inputs(
     )
 
 
-def _logit_edits(sampled: list[Request], indices: np.ndarray) -> LogitEdits[np.ndarray] | None:
+def _logit_edits(
+    sampled: list[Request], positions: np.ndarray, indices: np.ndarray
+) -> LogitEdits[np.ndarray] | None:
     """Changes of single logits: a bias, and no stop token before `min_tokens`."""
     entries: list[tuple[int, int, float]] = []
     for index in indices.tolist():
         request = sampled[index]
         params = request.params
-        num_tokens = request.num_computed + request.num_scheduled
-        num_output = num_tokens - request.prompt_len
+        num_output = positions[index] - request.prompt_len
         banned = request.stop_token_ids if num_output < params.min_tokens else frozenset[int]()
         entries += [(index, token, -np.inf) for token in banned]
         entries += [(index, t, bias) for t, bias in params.logit_bias.items() if t not in banned]

@@ -30,6 +30,8 @@ BAD = [
     ("max_model_len", -3),
     ("keep_memory", "no"),
     ("cuda_graphs", 1),
+    ("speculate", "draft"),
+    ("speculate", True),
     ("debug", None),
 ]
 
@@ -97,7 +99,7 @@ def tokens_while_decoding(monkeypatch, tiny, ranks: int = 1, **arguments) -> int
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     monkeypatch.setattr(model, "parameters", lambda: iter([on_gpu]))
     names = ("page_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_waiting")
-    defaults = dict.fromkeys((*names, "target_itl")) | {"memory": 0.5}
+    defaults = dict.fromkeys((*names, "target_itl", "speculate")) | {"memory": 0.5}
     flags = {"keep_memory": True, "dtype": None, "cuda_graphs": True, "debug": False}
     return settings.resolve_settings(
         model, **defaults | flags | arguments
