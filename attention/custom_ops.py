@@ -116,7 +116,9 @@ def packed_backward(
         ScoreParams(scale, window, softcap, sinks, causal),
     )
     module = BACKEND_MODULES[BACKENDS[int(backend)]]
-    dq, dk, dv, *rest = module.backward(grad, q, k, v, out, lse, varlen, score_params)
+    gradients = module.backward(grad, q, k, v, out, lse, varlen, score_params)
+    # As the graph assumes: torch's kernels give gradients the strides of their tensors.
+    dq, dk, dv, *rest = (gradient.contiguous() for gradient in gradients)
     return dq, dk, dv, rest[0] if rest else q.new_empty(0)
 
 

@@ -51,7 +51,7 @@ def step_attention(
     """
     varlen, layer = _step.get()
     params = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-    return attend(q, k, v, varlen, layer=layer, **params)
+    return attend(q, k, v, varlen, layer=layer, **params).contiguous()
 
 
 @step_attention.register_fake
