@@ -208,6 +208,8 @@ class StepTimes:
                 if len(points) > 1:
                     (rows, before), (last_rows, last) = points[-2:]
                     slope = max(0.0, last - before) / (last_rows - rows)
+                    if len(points) == 2:  # a step with drafts waits for the host, a plain one not
+                        slope /= 4
                 guess = points[-1][1] + slope * (size - points[-1][0])
                 return [*points[1:], (size, guess)]
             points.append((size, seconds))

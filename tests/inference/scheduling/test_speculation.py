@@ -12,7 +12,7 @@ from nopad.inference.requests.request import Request
 from nopad.inference.requests.sampling_params import SamplingParams
 from nopad.inference.scheduling import speculation
 from nopad.inference.scheduling.loop import OutOfMemory
-from nopad.inference.scheduling.speculation import DraftText, Speculation
+from nopad.inference.scheduling.speculation import DraftText, Speculation, StepTimes
 from oracle import World, tokens_alone
 from random_schedules import run_schedule
 
@@ -183,3 +183,13 @@ def test_lengths_of_drafts_follow_the_chances(monkeypatch):
         text.hits, text.checked = (1.0, 5.0, 9.0)[number], 10.0
     lengths = drafts._draft_lengths(made, 1024)
     assert sum(lengths) == 16 - 3 and all(a < b for a, b in pairwise(lengths))
+
+
+def test_a_slow_step_with_few_drafts_does_not_rule_out_more():
+    """A step with drafts waits for the host: the size of a draft is the smaller part of its time."""
+    times, plain = StepTimes(), 0.9
+    for end in range(5):
+        times.record(8, 16, 2.2 * end)
+    (_, known), (more, guess) = times.drafted(8, plain)
+    assert known == pytest.approx(2.2) and more == 64
+    assert 8 * (1 + sum(0.9**n for n in range(1, 8))) / guess > 8 / plain
