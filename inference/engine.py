@@ -167,7 +167,8 @@ class Engine:
             deadline: seconds after which requests return the tokens they have; one for all prompts
                 or one for each.
             progress: True shows a bar; a function is called with the number of new completions. It
-                may call the engine; if it raises, the call ends.
+                may call the engine, or wait for calls of other threads under the same autocast; if
+                it raises, the call ends.
         """
         specs = broadcast_params(prompts, params, priority, deadline)
         if progress is not None and not isinstance(progress, bool) and not callable(progress):

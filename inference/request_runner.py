@@ -50,7 +50,7 @@ class Call:
         self.paced = paced
         self.queued_at: float | None = None
         """Time at which its first request could be queued."""
-        self.is_started = self.is_over = False
+        self.is_started = self.is_over = self.is_reporting = False
         self.error: Exception | None = None
         """An exception that ends this call alone."""
         self.completions: dict[int, Completion] = {}
@@ -60,10 +60,10 @@ class Call:
     @property
     def has_news(self) -> bool:
         """Whether its thread can return, has to start it again, or has progress to report."""
-        return self.is_over or not self.is_started or self._num_unreported > 0
+        return self.is_over or not self.is_started or self.num_unreported > 0
 
     @property
-    def _num_unreported(self) -> int:
+    def num_unreported(self) -> int:
         return len(self.completions) - self._num_reported if self._on_finished else 0
 
     def start(self, build: BuildGroups, outputs: OutputProcessor) -> None:
@@ -84,7 +84,7 @@ class Call:
 
     def report(self) -> None:
         """Pass the number of new completions to the caller's function."""
-        if self._on_finished and (new := self._num_unreported) > 0:
+        if self._on_finished and (new := self.num_unreported) > 0:
             self._num_reported += new
             self._on_finished(new)
 
@@ -125,7 +125,8 @@ class RequestRunner:
         self._changed = Condition()
         """Notified when calls end, have completions or need a driver."""
         self._entrance = ModelLock()
-        """Held by a thread that waits for these calls to end; later calls start after it."""
+        """Held by a thread that waits for these calls to end; later calls start after it, unless
+        the calls cannot end without them."""
 
     @property
     def loop(self) -> StepLoop:
@@ -152,12 +153,20 @@ class RequestRunner:
         with ExitStack() as stack:
             if self._lock.is_mine or get_ident() in [call.thread for call in [*self._calls]]:
                 stack.enter_context(self._lock)
-            elif self._entrance.depth or not self._lock_to_share(stack):
-                with self._entrance:
-                    while not self._lock_to_share(stack):
-                        with self._changed:
-                            self._changed.wait_for(lambda: not self._calls)
+            else:
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._entrance.depth or self._all_report())
+                if not self._lock_to_share(stack):
+                    with self._entrance:
+                        while not self._lock_to_share(stack):
+                            with self._changed:
+                                self._changed.wait_for(lambda: not self._calls)
+                    self._notify()
             yield
+
+    def _all_report(self) -> bool:
+        """Whether all calls are in their callers' functions, which may wait for a new call."""
+        return bool(self._calls) and all(call.is_reporting for call in self._calls)
 
     def _lock_to_share(self, stack: ExitStack) -> bool:
         """Enter the model's lock into `stack` if this thread may run steps for all calls."""
@@ -250,11 +259,21 @@ class RequestRunner:
 
     def _wait(self, call: Call) -> None:
         """Report progress, and wait while another thread runs the steps."""
-        call.report()
+        self._report(call)
         while call.is_started and not call.is_over and self._driver not in (None, call):
             with self._changed:
                 self._changed.wait_for(lambda: call.has_news or self._driver in (None, call))
+            self._report(call)
+
+    def _report(self, call: Call) -> None:
+        if not call.num_unreported:
+            return
+        call.is_reporting = True
+        self._notify()
+        try:
             call.report()
+        finally:
+            call.is_reporting = False
 
     def _notify(self) -> None:
         with self._changed:

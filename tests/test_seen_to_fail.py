@@ -1157,6 +1157,21 @@ FAULTS = {
         "    self._driver = before or self._driver\n"
         "RequestRunner._drive = _drive",
     ),
+    "a call that is waited for stays behind another autocast": (
+        "inference/test_threads.py::"
+        "test_progress_may_wait_for_a_call_while_another_autocast_waits",
+        "nopad.inference.request_runner",
+        "Call.is_reporting = property(lambda self: False, lambda self, value: None)",
+    ),
+    "only the first step is searched for labels": (
+        "trainer/monitoring/test_preflight.py::"
+        "test_data_is_refused_if_none_of_the_first_steps_has_a_label",
+        "nopad.trainer.data.loader", "MAX_UNLABELLED_STEPS = 1",
+    ),
+    "all documents are examined together": (
+        "trainer/monitoring/test_packing_check.py::test_any_two_documents_are_told_apart",
+        "nopad.attention.hf.leak_check", "comb = lambda sets, members: 99",
+    ),
     "later calls join while one waits": (
         "inference/test_threads.py::"
         "test_a_call_that_computes_otherwise_runs_before_later_ones",

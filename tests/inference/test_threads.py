@@ -371,17 +371,57 @@ def test_a_call_that_another_thread_has_finished_holds_up_no_third_one(model):
     assert third[0].error is None and engine._runner._driver is None
 
 
-def test_a_call_that_computes_otherwise_runs_before_later_ones(model):
-    engine, order = Engine(model, page_size=16), []
-    entrance, end = engine._runner._entrance, time.monotonic() + 120
+def wait_for(condition):
+    end = time.monotonic() + 120
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.001)
 
-    def wait_for(condition):
-        while not condition() and time.monotonic() < end:
-            time.sleep(0.001)
+
+@pytest.mark.parametrize("starts", ["before", "after"])
+def test_progress_may_wait_for_a_call_while_another_autocast_waits(model, starts):
+    """The call that is waited for joins, or nobody would continue."""
+    engine, is_done, order = Engine(model, page_size=16), Event(), []
+    entrance, reports = engine._runner._entrance, Event()
+    engine.generate(PROMPTS[:1], GREEDY)
+
+    def wait(_):
+        reports.set()
+        order.append(is_done.wait(20))
+
+    def call():
+        engine.generate(PROMPTS[:2], [GREEDY, LONG], progress=wait)
+
+    def otherwise():
+        wait_for(lambda: engine._runner._calls)
+        with torch.autocast("cpu", torch.bfloat16):
+            engine.generate(PROMPTS[1:2], GREEDY)
+        order.append("otherwise")
+
+    def joins():
+        wait_for(lambda: entrance.depth)
+        if starts == "after":
+            reports.wait(120)
+        engine.generate(PROMPTS[2:3], GREEDY)
+        is_done.set()
 
     def wait_for_company(*_):
-        wait_for(lambda: engine._lock.has_waiters or entrance.has_waiters)
-        if entrance.has_waiters:
+        wait_for(lambda: engine._lock.has_waiters or entrance.depth)
+        if entrance.depth:
+            hook.remove()
+
+    hook = model.register_forward_pre_hook(wait_for_company)
+    in_threads([call, otherwise, joins])
+    hook.remove()
+    assert order == [True, True, "otherwise"]
+
+
+def test_a_call_that_computes_otherwise_runs_before_later_ones(model):
+    engine, order = Engine(model, page_size=16), []
+    entrance, waiting = engine._runner._entrance, engine._runner._changed._waiters
+
+    def wait_for_company(*_):
+        wait_for(lambda: engine._lock.has_waiters or len(waiting) == 2)
+        if len(waiting) == 2:
             hook.remove()
 
     def otherwise():

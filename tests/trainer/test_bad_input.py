@@ -26,7 +26,7 @@ BAD = {
     ),
     "no counted label": (
         lambda: PackedDataset([SILENT], budget=32),
-        "no label of the first step counts",
+        "no label of the first steps counts",
     ),
     "a sequence over the positions": (
         lambda: PackedDataset([[1] * 100], budget=128),

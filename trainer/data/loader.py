@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,12 @@ NO_STEPS = (
     "the data has too few packs for one optimizer step, and drop_last=True drops them: omit it, "
     "or lower the accumulation steps"
 )
+NO_LABELS = (
+    "no label of the first steps counts for the loss: check the labels (a chat template without "
+    "marked answers leaves none)"
+)
+MAX_UNLABELLED_STEPS = 16
+"""Steps that are read in search of a label that counts, before the first one is trained."""
 
 
 class PackedLoader:
@@ -111,8 +117,9 @@ class PackedLoader:
         """The pack of the last batch that was issued: tokens, label tokens, fill, samples."""
         self.issued: deque[tuple[PackInfo, dict | None]] = deque(maxlen=4 * accumulation_steps + 64)
         """The packs that were issued, each with the data state after it if it ends a step."""
-        self.first_step_check: Callable[[list[Batch]], None] | None = None
-        """Called once, with the batches of the first step, before any of them is issued."""
+        self.first_step_check: Callable[[list[Batch]], bool] | None = None
+        """Called with the batches of a step, before the first batch is issued; returns whether
+        labels count, and is called with the next step if none do."""
         self.limits: ModelLimits | None = None
         """The limits of the model; batches beyond them are refused."""
         self.wait_seconds = 0.0
@@ -155,6 +162,7 @@ class PackedLoader:
         if self._may_be_empty():
             steps = skip_empty(steps, self._steps_over_all_shards())
         begins, is_last = self._state["position"]["index"] == 0, False
+        steps = self._check_first_steps(steps, begins)
         for step, is_last in mark_last(steps):
             if is_last:  # trainers save before they ask for more, and resume with the next pass
                 step.state = self.dataset.end_pass()
@@ -312,13 +320,29 @@ class PackedLoader:
         batches, first = [batch for batch, _ in step.batches], step.batches[0][1]
         check_first_step(self.layout, self.dataset.ranks(), first.index, batches)
 
+    def _check_first_steps(
+        self, steps: Iterator[StepBatches], begins: bool
+    ) -> Iterator[StepBatches]:
+        """Hold the first steps back until one of them has a label that counts.
+
+        begins: they are the first of the pass.
+        """
+        held, check = [], self.first_step_check
+        if check is not None:
+            for step in islice(steps, MAX_UNLABELLED_STEPS):
+                held.append(step)
+                if check([batch for batch, _ in step.batches]):
+                    self.first_step_check = None
+                    break
+            is_tail = len(held) < MAX_UNLABELLED_STEPS and not begins  # of a resumed pass
+            if held and self.first_step_check is not None and not is_tail:
+                raise ValueError(NO_LABELS)
+        yield from chain(held, steps)
+
     def _issue(self, step: StepBatches, is_last: bool) -> Iterator[Batch]:
         if self._checks_layout:
             self._check_layout(step)
             self._checks_layout = False
-        if self.first_step_check is not None:
-            self.first_step_check([batch for batch, _ in step.batches])
-            self.first_step_check = None
         if self.limits is not None:
             for batch, info in step.batches:
                 self.limits.check(batch, f"pack {info.index}")

@@ -320,14 +320,13 @@ def check_first_batches(loader: PackedLoader, *models: Any) -> None:
     loader.first_step_check = partial(check_batches, limits=loader.limits)
 
 
-def check_batches(batches: list[dict], limits: ModelLimits) -> None:
-    """Refuse the batches of the first step if token ids or labels cannot belong to the model."""
+def check_batches(batches: list[dict], limits: ModelLimits) -> bool:
+    """Refuse the batches of a step if token ids cannot belong to the model.
+
+    Returns whether any label, on any rank, counts for the loss.
+    """
     label_tokens = 0
     for batch in batches:
         label_tokens += int((batch["labels"] != IGNORE_INDEX).sum())
         limits.check_ids(batch)
-    if not sum_over_ranks(label_tokens):
-        raise ValueError(
-            "no label of the first step counts for the loss: check the labels "
-            "(a chat template without marked answers leaves none)"
-        )
+    return bool(sum_over_ranks(label_tokens))

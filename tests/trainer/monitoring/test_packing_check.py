@@ -187,6 +187,26 @@ def test_a_long_row_of_short_samples_has_few_logits_and_shows_a_leak(longest):
     assert measure_leak(model, lengths=row) > 0.0
 
 
+@pytest.mark.parametrize("count", [2, 3, 6, 10])
+def test_any_two_documents_are_told_apart(count):
+    """Several are examined at a time; a leak from any one to any other shows."""
+    model, lengths = build(layers=1), [2] * count
+    layer = model.model.layers[0]
+    mlp, pairs = layer.mlp, [(i, j) for i in range(count) for j in range(count) if i != j]
+    for seen, by in pairs if count < 6 else pairs[:: count // 2]:
+        layer.mlp = Fault(mlp, one_to_another(2 * seen, 2 * by))
+        assert measure_leak(model, lengths=lengths) > 0.0, (seen, by)
+
+
+def one_to_another(seen: int, by: int):
+    def fault(x):
+        moved = torch.zeros_like(x)
+        moved[:, by] = x[:, seen]
+        return moved
+
+    return fault
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_is_part_of_the_check(reentrant):
     model = build()

@@ -192,10 +192,31 @@ def test_sample_weights_without_the_loss_that_reads_them_are_refused():
         check_run(tiny_run.model(), tiny_run.dataset(), PackedCollator(mean="sample"))
 
 
-def test_a_step_without_a_single_counted_label_is_refused():
-    batch = PackedCollator()([{"input_ids": [1, 2], "labels": [-100, -100]}])
-    with pytest.raises(ValueError, match="no label of the first step counts"):
-        check_batches([batch], ModelLimits(61))
+def in_order(rows) -> PackedDataset:
+    return PackedDataset(rows, budget=2, strategy="sequential", shuffle=False)
+
+
+@pytest.mark.parametrize("silent, is_right", [(3, True), (15, True), (16, False)])
+def test_data_is_refused_if_none_of_the_first_steps_has_a_label(silent, is_right):
+    """The first step alone may have none, by chance."""
+    rows = [{"input_ids": [5, 6], "labels": [-100, -100]}] * silent + [{"input_ids": [7, 8]}] * 4
+    loader, plain = PackedLoader(in_order(rows)), PackedLoader(in_order(rows))
+    check_first_batches(loader, tiny_run.model())
+    if not is_right:
+        with pytest.raises(ValueError, match="no label of the first steps counts"):
+            next(iter(loader))
+        return
+    states = [(batch["input_ids"].tolist(), loader.state()) for batch in loader]
+    assert states == [(batch["input_ids"].tolist(), plain.state()) for batch in plain]
+    assert len(states) == silent + 4
+
+
+def test_a_resume_among_the_last_rows_needs_no_label():
+    silent = {"input_ids": [5, 6], "labels": [-100, -100]}
+    loader = PackedLoader(in_order([{"input_ids": [7, 8]}, silent]))
+    next(iter(loader))
+    check_first_batches(loader, tiny_run.model())
+    assert [batch["input_ids"].tolist() for batch in loader] == [[[5, 6]]]
 
 
 @pytest.mark.parametrize(
