@@ -39,7 +39,7 @@ def start(pause: float = 0.01) -> tuple[warm_python.Popen, list[psutil.Process]]
     return child, psutil.Process(child.pid).children(recursive=True)
 
 
-CASES = {"main": 0.01, "a worker, main waits": 0.0, "a worker, main computes": 1.0}
+CASES = {"main": 0.01, "a worker, main waits": 0.0, "a worker, main computes": 0.3}
 """Who is killed, and how long a step of the training takes."""
 
 
