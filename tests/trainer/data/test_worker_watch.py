@@ -23,6 +23,8 @@ CHILD = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 import tiny_run
+import torch.utils.data._utils.worker as worker
+worker.MP_STATUS_CHECK_INTERVAL = 0.5  # seconds, 5 by default
 from nopad.trainer import PackedLoader
 for number, batch in enumerate(PackedLoader(tiny_run.dataset(epochs=None), num_workers=2)):
     if number == 3:
