@@ -4,10 +4,11 @@
                                                   └─fork─▶ keeper ─fork─▶ the process
          ◀──────────── pid, and in the end the exit code ────┘
 
-The workers of a run of pytest-xdist share a server. Loading takes seconds, the work of a test often less. `run` and `Popen` are those of `subprocess`
-for `[sys.executable, *command]` and text: processes with their own environment, folder, signals and
-exit codes. They see no GPU. What the first import of nopad does is seen with `loaded=LIBRARIES`.
-Imports have read TRITON_INTERPRET as given, and all else of the environment as it is for the test.
+The workers of a run of pytest-xdist share a server. Loading takes seconds, the work of a test often
+less. `run` and `Popen` are those of `subprocess` for `[sys.executable, *command]` and text:
+processes with their own environment, folder, signals and exit codes. They see no GPU. What the
+first import of nopad does is seen with `loaded=LIBRARIES`. Imports have read TRITON_INTERPRET as
+given, and all else of the environment as it is for the test.
 """
 
 from __future__ import annotations
