@@ -177,8 +177,14 @@ def _start(listener: socket.socket, loaded: tuple[str, ...], interpret: str | No
     if interpret is not None:
         env["TRITON_INTERPRET"] = interpret  # read by imports
     command = [sys.executable, __file__, str(listener.fileno()), *loaded]
-    subprocess.Popen(command, env=env, pass_fds=[listener.fileno()])
+    server = subprocess.Popen(command, env=env, pass_fds=[listener.fileno()])
     listener.close()
+
+    def stop() -> None:
+        with suppress(subprocess.TimeoutExpired):  # if other workers are not done
+            server.wait(1)
+
+    atexit.register(stop)
 
 
 def serve(listener: socket.socket) -> list[str] | None:
