@@ -1,19 +1,15 @@
-"""Fill rate, speed and balance of packs, beside seqpacker, TRL and Grain.
+"""Fill rate and speed of packing, beside seqpacker, TRL and Grain.
 
-    python benchmarks/bench_packing.py [--quick] [--plot FILE.png] [--record FILE.json]
+    python benchmarks/bench_packing.py [--quick] [--record FILE.json]
 
     planning     documents per CPU second and fill rate, from lengths only, on easy and hard mixes:
                  ours in a stream (pool 1024), seqpacker in buffers of 1024, and as the offline
                  reference seqpacker's best-fit decreasing over the full set
-    delay        documents that arrive between a document and its pack; correlation of length and
-                 position (bias)
     end to end   memory-mapped tokens to packed numpy rows, many per array and one by one as Packs,
                  beside TRL's pack_dataset and Grain's BestFit with 1024 bins; the upper limit is
                  copying the tokens. Also from a datasets.Dataset, beside only reading its rows
     a row        read and collated for a trainer, with natural and with fixed shapes, beside
                  Transformers' flattening collator
-    balance      time of the slowest rank over the mean, for 8 and 64 ranks
-    memory       resident set while planning and reading ten million documents
 
 All times are CPU times of this process: the median of several runs after a warm-up run, with the
 peers alternating. Needs the extra `bench`. Prints tables, and one JSON line last.
@@ -24,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import tempfile
 import time
@@ -34,17 +29,13 @@ from pathlib import Path
 
 import numpy as np
 from nopad.collators import PackedCollator
-from nopad.packing import Pack, PackedDataset, Plan, Planner, pack_lengths
-from nopad.packing.ordering import Position, RankShard
-from nopad.packing.planning import Cost, balance_plan
+from nopad.packing import Pack, PackedDataset, Plan, Planner
 from nopad.packing.readers import PlannedPacks
-from nopad.packing.sources import TokenArray
-from packing_mixes import Mix, mixes, t0_lengths
+from packing_mixes import Mix, mixes
 from packing_peers import (
     arrow_rows,
     flatten_packs,
     grain_packs,
-    plot,
     read_rows,
     seqpacker_buffers,
     trl_packs,
@@ -111,36 +102,9 @@ def bench_planning(all_mixes: list[Mix], repeats: int) -> list[dict]:
                 "times": seconds["seqpacker"] / seconds["ours"],
                 "fill": fill,
                 "to_offline": fill["ours"] - fill["offline"],
-                **delay_and_bias(mix, plan),
             }
         )
     return rows
-
-
-def bench_uniform(docs: int) -> dict:
-    """Fill rate behind best-fit decreasing in percentage points, on uniform lengths, 8 seeds."""
-    behind = []
-    for seed, budget in ((seed, budget) for seed in range(8) for budget in (2048, 8192)):
-        lengths = np.random.default_rng(100 + seed).integers(1, budget + 1, docs)
-        packs = len(pack_lengths(lengths, budget)), seqpacker_buffers(lengths, budget, docs)
-        ours, offline = (100 * lengths.sum() / (budget * n) for n in packs)
-        behind.append(offline - ours)
-    return {"behind_mean": np.mean(behind), "behind_most": max(behind), "sets": len(behind)}
-
-
-def delay_and_bias(mix: Mix, plan: Plan) -> dict:
-    """Return the delay in documents (in steps of 16), and the bias.
-
-    The bias is the rank correlation of a document's length and its position in the packs.
-    """
-    lengths = mix.lengths[:50_000]
-    packed_at = np.empty(len(lengths))
-    for index, emitted in enumerate(stream_plans(lengths, mix.budget, feed=16)):
-        packed_at[emitted.items] = min((index + 1) * 16, len(lengths))
-    delay = packed_at - np.arange(len(lengths))
-    rank = np.argsort(np.argsort(plan.lengths, kind="stable"))
-    bias = np.corrcoef(rank, np.arange(len(rank)))[0, 1]
-    return {"delay_mean": delay.mean(), "delay_max": delay.max(), "bias": bias}
 
 
 def show_planning(rows: list[dict]) -> None:
@@ -148,15 +112,13 @@ def show_planning(rows: list[dict]) -> None:
         "\nplanning: documents per CPU second and fill, lengths only, at most 1024 documents pooled"
     )
     columns = ("mix", "budget", "ours", "seqpk", "ratio", "fill %", "seqpk %", "offline %", "diff")
-    print("{:19}{:>7}{:>9}{:>9}{:>7}{:>9}{:>9}{:>10}{:>8}".format(*columns), end="")
-    print("{:>16}{:>9}".format("delay mean/max", "bias"))
+    print("{:19}{:>7}{:>9}{:>9}{:>7}{:>9}{:>9}{:>10}{:>8}".format(*columns))
     for row in rows:
         fill = row["fill"]
         print(
             f"{row['mix']:19}{row['budget']:7}{row['ours_docs_s'] / 1e6:8.1f}M"
             f"{row['seqpacker_docs_s'] / 1e6:8.1f}M{row['times']:6.1f}x{fill['ours']:9.3f}"
             f"{fill['seqpacker']:9.3f}{fill['offline']:10.3f}{row['to_offline']:+8.3f}"
-            f"{row['delay_mean']:9.0f}/{row['delay_max']:<6.0f}{row['bias']:+9.4f}"
         )
 
 
@@ -264,85 +226,9 @@ def show_end_to_end(rows: list[dict]) -> None:
         )
 
 
-def spread(costs: np.ndarray, ranks: int) -> float:
-    """Return the time of the slowest rank over the mean, summed over all complete steps."""
-    steps = costs[: len(costs) // ranks * ranks].reshape(-1, ranks)
-    return float(steps.max(1).sum() / steps.mean(1).sum())
-
-
-def bench_balance(lengths: np.ndarray) -> list[dict]:
-    sets = {"lognormal 350 1.1": lengths, "lognormal, 8 shards": lengths}
-    for epochs in (1, 2, 4, 8):
-        if (t0 := t0_lengths(epochs)) is not None:
-            sets[f"t0, {epochs} epoch" + "s" * (epochs > 1)] = t0
-    rows = []
-    for name, set_lengths in sets.items():
-        num_shards, block = (8, 128) if "shards" in name else (1, 1024)
-        before = [pack_lengths(set_lengths[i::num_shards], 8192) for i in range(num_shards)]
-        balanced = [balance_plan(plan, block=block) for plan in before]
-        row: dict = {"set": name, "packs": sum(map(len, before))}
-        for model, cost in (("7B", Cost()), ("attention", Cost(0.0, 1.0))):
-            for stage, plans in (("before", before), ("behind", balanced)):
-                costs = interleave([cost.of_packs(plan) for plan in plans])
-                row[f"{model} {stage}"] = {ranks: spread(costs, ranks) for ranks in (8, 64)}
-        rows.append(row)
-    return rows
-
-
-def interleave(costs: list[np.ndarray]) -> np.ndarray:
-    """Take one pack of each shard in turn."""
-    steps = min(map(len, costs))
-    return np.stack([shard[:steps] for shard in costs], 1).ravel()
-
-
-def show_balance(rows: list[dict]) -> None:
-    print("\nbalance: slowest rank over the mean for 8 / 64 ranks, budget 8192, same fill")
-    print("{:21}{:>7}{:>17}{:>17}{:>17}{:>17}".format(
-        "set", "packs", "7B unbalanced", "7B balanced", "attn unbalanced", "attn balanced"
-    ))  # fmt: skip
-    for row in rows:
-        pairs = [row[f"{k} {w}"] for k in ("7B", "attention") for w in ("before", "behind")]
-        text = "".join(f"{pair[8]:10.4f}/{pair[64]:.4f}" for pair in pairs)
-        print(f"{row['set']:21}{row['packs']:7}{text}")
-
-
-def bench_memory(samples: int) -> dict:
-    """Stream samples through a planner; return the resident set after a tenth and at the end."""
-    planner, rng, sizes = Planner(8192), np.random.default_rng(0), []
-    for fed in range(0, samples, 65_536):
-        lengths = np.clip(rng.lognormal(np.log(350), 1.1, 65_536), 1, 8192)
-        planner.feed(lengths.astype(np.int64))
-        if fed <= samples // 10 < fed + 65_536 or fed + 65_536 >= samples:
-            sizes.append(resident_mb())
-    read = bench_memory_of_reading(samples)
-    return {"samples": planner.counts.items, "start_mb": sizes[0], "end_mb": sizes[-1], **read}
-
-
-def bench_memory_of_reading(documents: int) -> dict:
-    """Read documents as packs; return how much the resident set grew after the first ones."""
-    lengths = np.full(documents, 3, np.int32)
-    lengths[::7] = 11
-    tokens = TokenArray("flat", np.zeros(64, np.uint16), np.zeros(documents, np.int64), lengths)
-    packs = PackedDataset(tokens, budget=8192).reader.read(Position(end_epoch=1), RankShard(), 0)
-    count = sum(len(pack.samples) for pack in islice(packs, 64))
-    before = resident_mb()
-    count += sum(len(pack.samples) for pack in packs)
-    return {"read": count, "grown_mb": resident_mb() - before}
-
-
-def resident_mb() -> float:
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer documents and runs")
-    parser.add_argument(
-        "--plot", type=Path, help="plot the fill rate over the pool size to this PNG"
-    )
     parser.add_argument("--record", type=Path, help="also write the JSON record to this file")
     args = parser.parse_args()
     docs, repeats = (20_000, 2) if args.quick else (200_000, 7)
@@ -352,23 +238,11 @@ def main() -> None:
         "docs": docs,
         "runs": repeats,
         "load": round(os.getloadavg()[0], 1),
-        "memory": bench_memory(1_000_000 if args.quick else 10_000_000),
         "planning": bench_planning(all_mixes, repeats),
-        "uniform": bench_uniform(docs),
-        "levelling": bench_balance(all_mixes[1].lengths),
         "end_to_end": [bench_end_to_end(m, 3, min(docs, 20_000)) for m in all_mixes if m.easy],
     }
     show_planning(record["planning"])
     show_end_to_end(record["end_to_end"])
-    show_balance(record["levelling"])
-    memory = record["memory"]
-    print(
-        f"\nmemory: planning {memory['samples']:,} samples, {memory['start_mb']:.0f} MB after a "
-        f"tenth and {memory['end_mb']:.0f} MB at the end; reading {memory['read']:,} as packs "
-        f"added {memory['grown_mb']:.1f} MB (load average {record['load']})"
-    )
-    if args.plot:
-        plot(all_mixes, args.plot)
     write_record(record, args.record)
     print(json.dumps(record, default=float))
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 import numpy as np
-from record import shared_dir
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +43,3 @@ def mixes(docs: int, seed: int = 7) -> list[Mix]:
         Mix("uniform", rng.integers(1, 2049, docs), 2048, False),
         Mix("uniform", rng.integers(1, 8193, docs), 8192, False),
     ]
-
-
-def t0_lengths(epochs: int, seed: int = 0) -> np.ndarray | None:
-    """Return the lengths of the T0 sample in shuffled epochs, or None where the data is absent.
-
-    Tokens are estimated as bytes / 4.5 + 35: within 3 % of the set's known median, p99 and maximum
-    as chat (146, 1997, 4712).
-    """
-    path = shared_dir() / "data/t0/t0_sample.jsonl"
-    if not path.exists():
-        return None
-    with path.open(encoding="utf8") as file:
-        rows = [json.loads(line) for line in file]
-    sizes = np.array([len((row["prompt"] + row["completion"]).encode()) for row in rows])
-    lengths = (sizes / 4.5 + 35).astype(np.int64)
-    rng = np.random.default_rng(seed)
-    return np.concatenate([rng.permutation(lengths) for _ in range(epochs)])

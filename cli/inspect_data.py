@@ -27,7 +27,6 @@ from .options import (
     data_kwargs,
     length_kwargs,
     parser,
-    png_path,
     writable_path,
 )
 from .terminal import console, has_color, printable, progress, table
@@ -96,18 +95,15 @@ def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
     facts = [composition.line(total), *extreme_lines(lengths, limit, fate)]
     facts += [*roles, *_source_lines(args.sources, data, by_source)]
     report = _report(args, tokenizer, lengths, total, (notes, facts), packs)
-    from .data_report import write_html, write_png
+    from .data_report import write_html
 
     if args.html:
         write_html(args.html, report)
-    if args.png:
-        write_png(args.png, report.packs, args.budget)
     _print(report)  # last: its reader may close the pipe
     for pack in packs[: args.decode]:
         _print_pack(pack, tokenizer)
-    for name, path in (("report", args.html), ("map", args.png)):
-        if path:
-            console().print(f"\n{name}: {printable(path)}", soft_wrap=True)
+    if args.html:
+        console().print(f"\nreport: {printable(args.html)}", soft_wrap=True)
     return 0
 
 
@@ -202,7 +198,6 @@ def _parse_args(argv: list[str]) -> argparse.Namespace:
     add("--verify", action="store_true",
         help="compare a folder of tokens with its checksums")  # fmt: skip
     add("--html", type=writable_path, help="also write a report to this HTML file")
-    add("--png", type=png_path, help="also write the map to this PNG file (needs matplotlib)")
     return command.parse_args(argv)
 
 

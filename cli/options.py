@@ -196,13 +196,6 @@ def plot_path(text: str) -> Path:
     return writable_path(text)
 
 
-def png_path(text: str) -> Path:
-    """Return a path to write a PNG image to; raise now if matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("needs matplotlib: pip install matplotlib, or use --html")
-    return writable_path(text)
-
-
 def count(text: str) -> int:
     """Parse an integer from 0.
 

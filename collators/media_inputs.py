@@ -45,11 +45,11 @@ def media_inputs(
                 mrope[1:, 0, begin : begin + own.shape[1]] = torch.from_numpy(own)
             found.append(inputs)
         start += width
-    batch = {name: _concatenate(name, found) for each in found[:1] for name in each}
+    batch = {name: concatenate(name, found) for each in found[:1] for name in each}
     return batch if mrope is None else {**batch, "position_ids": mrope}
 
 
-def _concatenate(name: str, inputs: list[dict[str, Any]]) -> torch.Tensor:
+def concatenate(name: str, inputs: list[dict[str, Any]]) -> torch.Tensor:
     """Concatenate an input of all samples along the images or patches."""
     arrays = [each[name] for each in inputs]
     axis = int(NESTED in inputs[0])

@@ -1,8 +1,8 @@
 """Each of these tests fails when the package has the fault it is there for.
 
 Faults are put into the modules of the test's process and of every process it starts (`seeded/`).
-They replace public functions, methods and classes, or what a module imports: renaming a private
-function breaks none of them. Underscores are names of libraries; the one exception is `_drive`.
+They replace public functions, methods and classes, or what a module imports, so that a private
+function can be renamed; `test_tests.py` lists the private names that are left.
 Faults of the planner, the packer, the allocator and the scheduler are seeded beside their tests.
 """
 
@@ -1405,8 +1405,8 @@ FAULTS = {
     ),
     "windows repeat documents": (
         "packing/readers/test_planned.py", "nopad.packing.readers.planned",
-        "right = PlannedPacks._order\n"
-        "PlannedPacks._order = lambda self, epoch, window: right(self, epoch, 0)",
+        "right = PlannedPacks.document_order\n"
+        "PlannedPacks.document_order = lambda self, epoch, window: right(self, epoch, 0)",
     ),
     "the state forgets the window": (
         "packing/readers/test_planned.py::test_a_resume_plans_its_own_window_and_those_after_it",
@@ -1793,16 +1793,16 @@ FAULTS = {
         "trainer/test_images.py::"
         "test_the_start_check_passes_images_and_catches_those_of_a_neighbour[qwen2_5_vl]",
         "nopad.collators.media_inputs",
-        "right = _concatenate\n"
-        "_concatenate = lambda name, inputs: right(\n"
+        "right = concatenate\n"
+        "concatenate = lambda name, inputs: right(\n"
         "    name, inputs[::-1] if name == 'image_grid_thw' else inputs)",
     ),
     "an image goes to its neighbour": (
         "trainer/test_images.py::"
         "test_a_model_learns_from_packed_images_what_it_learns_one_by_one[smolvlm-nopad]",
         "nopad.collators.media_inputs",
-        "right = _concatenate\n"
-        "_concatenate = lambda name, inputs: right(name, inputs[::-1])",
+        "right = concatenate\n"
+        "concatenate = lambda name, inputs: right(name, inputs[::-1])",
     ),
     "the tower gets the boundaries of the text": (
         "trainer/test_images.py::test_the_tower_attends_image_by_image_under_nopad",
@@ -1815,7 +1815,7 @@ FAULTS = {
     ),
     "the engine ignores images": (
         "inference/test_engine.py::test_messages_with_images_are_refused",
-        "nopad.inference.requests.tokenization", "_has_media = lambda content: False",
+        "nopad.inference.requests.tokenization", "has_media = lambda content: False",
     ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""

@@ -18,6 +18,14 @@ SMOKE = [
     "packed ≡ one by one", "resumed ≡ uninterrupted", "engine ≡ generate", "no trace",
     "HF Trainer", "TRL", "Accelerate", "Lightning", "order", "refusals",
 ]  # fmt: skip
+PRIVATE = {
+    "_deliver", "_drive", "_driver", "_exit_with_parent", "_file_stamps", "_http_status",
+    "_image_samples", "_join", "_read_records", "_rollout_seed", "_runs_eagerly",
+    "_sampling_params", "_subclass",
+}  # fmt: skip
+"""Private names of ours that seeded faults replace; the list may only shrink."""
+INHERITED = {"_get_num_items_in_batch", "_global_forward_hooks", "_track_num_input_tokens"}
+"""Those of torch and Transformers."""
 UNORDERED = {"set", "sorted", "len", "sum", "Counter", "frozenset", "any", "all"}
 STARTS = {
     f"{module}.{name}" for module in ("subprocess", "warm_python") for name in ("run", "Popen")
@@ -115,6 +123,19 @@ def test_what_is_longer_is_marked_so():
     table = promises((TESTS / "README.md").read_text())
     for place in re.findall(r"`([^`]+)::", " ".join(row[2] for row in table.values())):
         assert re.search(r"mark\.(slow|gpu)", (TESTS / place).read_text()), place
+
+
+def test_faults_replace_public_names():
+    tree = ast.parse((TESTS / "test_seen_to_fail.py").read_text())
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    (faults,) = (n.value for n in assigned if {ast.unparse(t) for t in n.targets} == {"FAULTS"})
+    replaced: set[str] = set()
+    for _, _, code in ast.literal_eval(faults).values():
+        for node in ast.walk(ast.parse(code)):
+            targets = node.targets if isinstance(node, ast.Assign) else ()
+            replaced |= {ast.unparse(target).rpartition(".")[2] for target in targets}
+            replaced |= {node.name} if isinstance(node, ast.FunctionDef) else set()
+    assert {n for n in replaced if re.match(r"_[a-z]", n)} - PRIVATE - INHERITED == set()
 
 
 def test_every_promise_of_the_smoke_tests_has_one():

@@ -53,17 +53,12 @@ def record_call(layer: int, source: str, shape: tuple[int, int, int]) -> bool:
 
 
 @contextmanager
-def check_every_layer(model: nn.Module, *, positions_suffice: bool = False) -> Iterator[None]:
-    """Raise unless every attention layer is called exactly once inside, with its boundaries.
-
-    positions_suffice: accept layers that inferred the boundaries from restarting positions, as the
-        few models that drop keyword arguments do in training; never enough for pages.
-    """
+def check_every_layer(model: nn.Module) -> Iterator[None]:
+    """Raise unless every attention layer is called exactly once inside, with its boundaries."""
     with recording() as log:
         yield
     counts = Counter(layer for layer, _, _ in log.calls)
-    accepted = ("call", "positions") if positions_suffice else ("call",)
-    uninformed = sorted({layer for layer, source, _ in log.calls if source not in accepted})
+    uninformed = sorted({layer for layer, source, _ in log.calls if source != "call"})
     missing = sorted(set(attention_layers(model)) - set(counts))
     repeated = sorted(layer for layer, count in counts.items() if count > 1)
     name = type(model).__name__

@@ -4,7 +4,7 @@ from .composition import Composition, extreme_lines, role_line
 from .figures import Bin, BudgetRow, budget_rows, length_bins
 from .html_page import DataReport, write_html
 from .labelled_text import Span, labelled_samples
-from .pack_map import draw_packs, write_png
+from .pack_map import draw_packs
 
 __all__ = [
     "Bin",
@@ -19,5 +19,4 @@ __all__ = [
     "length_bins",
     "role_line",
     "write_html",
-    "write_png",
 ]

@@ -87,7 +87,7 @@ class TokenizerAdapter:
             tokenizer = self._require("messages")
             if getattr(tokenizer, "chat_template", "") is None:
                 raise ValueError("messages need a chat template, and the tokenizer has none")
-            if any(_has_media(message.get("content")) for message in prompt):
+            if any(has_media(message.get("content")) for message in prompt):
                 raise RequestError("the engine generates from text: images are for training")
             template = tokenizer.apply_chat_template
             options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
@@ -226,7 +226,7 @@ def _is_id_list(prompt: Any) -> bool:
     return type(prompt) is list and len(prompt) > 0 and type(prompt[0]) is int
 
 
-def _has_media(content: Any) -> bool:
+def has_media(content: Any) -> bool:
     """Return whether a message has parts other than text."""
     parts = content if isinstance(content, list) else ()
     return any(isinstance(part, Mapping) and part.get("type", "text") != "text" for part in parts)

@@ -99,7 +99,7 @@ class PlannedPacks:
         if settings.balance:
             leveler = Leveler(seed=settings.seed, epoch=epoch, first=first_pack)
         pending, first, changes = np.zeros(0, np.int64), 0, has_schedule(settings.weights)
-        for documents in _first(self._order(epoch, window), max_documents):
+        for documents in _first(self.document_order(epoch, window), max_documents):
             if changes:  # a block ends at the end of an interval at the latest
                 yield leveler.feed(self._of_documents(planner.flush(), pending, first))
                 yield leveler.finish()
@@ -134,7 +134,7 @@ class PlannedPacks:
             location = self.store.location(int(documents[first]))
             raise too_long_error(location, int(lengths[first]), self._max_length)
 
-    def _order(self, epoch: int, window: int = 0) -> Iterator[np.ndarray]:
+    def document_order(self, epoch: int, window: int = 0) -> Iterator[np.ndarray]:
         if self._mixed_order is not None:
             return self._mixed_order.read(epoch)
         settings, n = self.settings, len(self.store)

@@ -181,7 +181,9 @@ def test_flex_attention_is_not_compiled_where_it_cannot_train(monkeypatch):
     assert (result.verdict, result.note) == ("not run", "no backward on a CPU")
 
 
-@pytest.mark.parametrize("kind", ["llama", "bloom", "mamba", "llama4_text"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "bloom", "mamba", pytest.param("llama4_text", marks=pytest.mark.slow)]
+)
 def test_what_is_said_of_our_trainers_is_what_their_check_does(kind):
     config = CONFIG_MAPPING[kind]()
     oracle, _ = tiny_model(config, every_kind=True, attn_implementation="eager")
@@ -366,6 +368,7 @@ def test_lengths_that_are_too_long_for_the_check_are_named():
     assert "not examined beyond 4096 tokens: use --tiny" in result.note
 
 
+@pytest.mark.slow
 def test_parity_keeps_within_the_chunks_of_a_model(capsys, monkeypatch):
     monkeypatch.setattr(doctor_parity, "PROMPT_LENGTHS", (1, 90))
     monkeypatch.setattr(doctor_parity, "MAX_TOKENS", 4)

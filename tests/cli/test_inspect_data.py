@@ -222,12 +222,6 @@ def test_a_pack_is_said_to_hold_what_lies_in_it(overflow, per_pack):
     assert [row.samples_per_pack for row in rows] == per_pack
 
 
-def test_the_picture_is_a_png(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    pack_map.write_png(tmp_path / "map.png", [np.array([3, 4])], 8)
-    assert (tmp_path / "map.png").read_bytes()[:4] == b"\x89PNG"
-
-
 def test_a_reader_that_has_read_enough_is_answered_as_by_sigpipe(data):
     command = ["-m", "nopad", "inspect", str(data), "--budget", "128"]
     reading, writing = os.pipe()
@@ -273,12 +267,6 @@ def test_the_folder_one_stands_in_is_read(data, monkeypatch, capsys):
     monkeypatch.chdir(data.parent)
     assert main(["inspect", ".", "--budget", "128"]) == 0
     assert "200 samples" in capsys.readouterr().out
-
-
-def test_an_image_has_the_name_it_was_given(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    pack_map.write_png(tmp_path / "map", [np.array([3, 4])], 8)
-    assert [path.name for path in tmp_path.iterdir()] == ["map"]
 
 
 def test_data_whose_rows_are_all_skipped_says_why(tmp_path):

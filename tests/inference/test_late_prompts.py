@@ -11,7 +11,7 @@ from nopad.inference.requests.request_builder import running_order
 from nopad.inference.scheduling.loop import StepLoop
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-PROMPTS = [[3 + i % 90, 4, 5] for i in range(3 * MIN_QUEUED)]
+PROMPTS = [[3 + i % 90, 4, 5] for i in range(5 * MIN_QUEUED)]
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 OPTIONS = {"page_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64, "debug": True}
 

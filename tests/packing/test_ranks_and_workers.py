@@ -46,7 +46,7 @@ def test_with_known_lengths_any_number_of_ranks_sees_equally_many_packs(make, to
     assert all(not content for _, content in together[len(alone) :])
 
 
-@pytest.mark.parametrize("start", ["fork", "forkserver"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_workers_read_for_their_parents_rank_however_they_were_started(monkeypatch, start):
     data = PackedDataset([[n + 1] * 4 for n in range(8)], budget=4, shuffle=False)
     for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):

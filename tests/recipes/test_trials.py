@@ -9,8 +9,7 @@ import pytest
 import warm_python
 
 TRIALS = Path(__file__).parent / "support" / "trials.py"
-QUICK = ["signals:pretrain:2", "signals:pretrain_lightning:1:2", "crashes:train_hf:1:3",
-         "changed:train_hf:1"]  # fmt: skip
+QUICK = ["signals:pretrain_lightning:1:2", "crashes:train_hf:1:3", "changed:train_hf:1"]
 LONG = [
     *(f"signals:{recipe}:200" for recipe in ("pretrain", "train_hf", "pretrain_lightning")),
     *(f"crashes:{recipe}:14" for recipe in ("pretrain", "train_hf")),

@@ -4,10 +4,11 @@
                                                   └─fork─▶ keeper ─fork─▶ the process
          ◀──────────── pid, and in the end the exit code ────┘
 
-The workers of a run of pytest-xdist share a server. Loading takes seconds, the work of a test often less. `run` and `Popen` are those of `subprocess`
-for `[sys.executable, *command]` and text: processes with their own environment, folder, signals and
-exit codes. They see no GPU. What the first import of nopad does is seen with `loaded=LIBRARIES`.
-Imports have read TRITON_INTERPRET as given, and all else of the environment as it is for the test.
+The workers of a run of pytest-xdist share a server. Loading takes seconds, the work of a test often
+less. `run` and `Popen` are those of `subprocess` for `[sys.executable, *command]` and text:
+processes with their own environment, folder, signals and exit codes. They see no GPU. What the
+first import of nopad does is seen with `loaded=LIBRARIES`. Imports have read TRITON_INTERPRET as
+given, and all else of the environment as it is for the test.
 """
 
 from __future__ import annotations
@@ -176,8 +177,14 @@ def _start(listener: socket.socket, loaded: tuple[str, ...], interpret: str | No
     if interpret is not None:
         env["TRITON_INTERPRET"] = interpret  # read by imports
     command = [sys.executable, __file__, str(listener.fileno()), *loaded]
-    subprocess.Popen(command, env=env, pass_fds=[listener.fileno()])
+    server = subprocess.Popen(command, env=env, pass_fds=[listener.fileno()])
     listener.close()
+
+    def stop() -> None:
+        with suppress(subprocess.TimeoutExpired):  # if other workers are not done
+            server.wait(1)
+
+    atexit.register(stop)
 
 
 def serve(listener: socket.socket) -> list[str] | None:

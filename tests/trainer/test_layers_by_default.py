@@ -83,7 +83,9 @@ def test_layers_are_chosen_told_and_kept_by_a_resumed_run(name, tmp_path, capsys
     assert told in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", FRONT_ENDS)
+@pytest.mark.parametrize(
+    "name", ["accelerate", *(pytest.param(n, marks=pytest.mark.slow) for n in ("hf", "lightning"))]
+)
 def test_a_run_whose_compilation_failed_is_resumed_with_stock_layers(
     name, tmp_path, counter, monkeypatch
 ):

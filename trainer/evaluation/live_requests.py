@@ -5,7 +5,7 @@
 
 `nopad.inference.endpoint.serve(engine, when=…)` makes the server; the `with_*` packages call
 `answer_requests` in a trainer. Rank 0 listens and generates. Only FSDP2 models need the other ranks
-for it, and ask rank 0 at every step; with other layouts, they go on to the next collective.
+for it, and ask rank 0 at every step; with other layouts, they continue to the next collective.
 """
 
 from __future__ import annotations

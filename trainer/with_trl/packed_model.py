@@ -71,7 +71,7 @@ class PackedModelMixin(IntactCheckpointMixin):
         if resume_from_checkpoint and vars(self.args).get("sync_ref_model"):
             raise ValueError(
                 "sync_ref_model=True: checkpoints have no reference model, so a resumed run would "
-                "begin with another one; set it to False, or start anew"
+                "begin with another one; set it to False, or do not resume"
             )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 

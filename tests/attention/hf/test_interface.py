@@ -256,6 +256,7 @@ def test_the_proof_fails_on_a_layer_that_does_not_call_the_function():
         with_attention(model, "eager")(input_ids=torch.arange(8)[None], use_cache=False)
 
 
+@pytest.mark.slow  # test_compile_layers.py compiles a whole step, with the attached loss
 def test_fixed_shapes_compile_to_one_graph_without_breaks():
     model, batches = tiny(layers=1), []
     for lengths in ((9, 1, 14, 6), (20, 4, 3, 3)):

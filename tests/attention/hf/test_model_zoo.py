@@ -9,7 +9,7 @@ so the list can only shrink.
 
 import pytest
 import torch
-from nopad.attention import check_every_layer, unsupported_reason
+from nopad.attention import Varlen, check_every_layer, forward_context, unsupported_reason
 from nopad.attention.hf import (
     check_packed,
     check_paged,
@@ -115,6 +115,7 @@ def examine(kind):
 def unused_rules(model):
     """How far the logits move without a parameter that the model uses (window, softcap, ...)."""
     batch = packed_batch(random_documents(model))
+    boundaries = Varlen(batch["cu_seq_lens_q"], batch["max_length_q"])
     asked, attend = set(), interface.attend
 
     def spy(q, k, v, varlen, **rule):
@@ -126,7 +127,7 @@ def unused_rules(model):
     interface.attend = spy
     try:
         with torch.no_grad():
-            with check_every_layer(model, positions_suffice=True):
+            with check_every_layer(model), forward_context(boundaries):
                 complete = model(**batch).logits
             for name in sorted(asked):
                 dropped = {name}

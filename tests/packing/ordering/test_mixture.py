@@ -109,7 +109,7 @@ def test_each_lap_of_a_cycled_source_has_its_own_order():
     one = [np.full(2, 1) for _ in range(90)]
     two = [np.array([100 + i, 100 + i]) for i in range(10)]
     data = PackedDataset([(one, 1), (two, 1)], budget=2, stopping_strategy="all_exhausted", pool=1)
-    documents = np.concatenate(list(data.reader._order(0)))
+    documents = np.concatenate(list(data.reader.document_order(0)))
     drawn = (documents[documents >= 90] + 10).tolist()
     laps = [drawn[i : i + 10] for i in range(0, 80, 10)]
     assert all(sorted(lap) == list(range(100, 110)) for lap in laps)

@@ -8,7 +8,7 @@ import pytest
 import tiny_run
 
 CHILD = Path(__file__).parents[1] / "support" / "evaluation_child.py"
-RUNS = 20
+RUNS = 8
 
 
 @pytest.fixture(scope="module")

@@ -53,8 +53,8 @@ def test_one_graph_serves_all_layers_and_packs():
     assert counter.frame_count == 1
 
 
-def test_models_may_have_more_graphs_than_torch_compile_allows_by_default(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)  # 8 by default
+@torch._dynamo.config.patch(recompile_limit=2)  # 8 by default
+def test_models_may_have_more_graphs_than_torch_compile_allows_by_default():
     settings = {"vocab_size": 128, "n_embd": 16, "n_layer": 3, "n_head": 2}
     config = GPT2Config(**settings, scale_attn_by_inverse_layer_idx=True, attn_pdrop=0.0)
     counter = CompileCounterWithBackend("eager")

@@ -15,8 +15,8 @@ TWO_MORE = [
     "hf fsdp", "lightning tp",
 ]  # fmt: skip
 FOUR = [
-    "hf tp_fsdp", "hf ddp", "hf hsdp", "hf sp_size", "accelerate hsdp", "accelerate ddp", "accelerate cp",
-    "lightning ddp", "lightning sp", "lightning fsdp",
+    "hf tp_fsdp", "hf ddp", "hf hsdp", "hf sp_size", "accelerate hsdp", "accelerate ddp",
+    "accelerate cp", "lightning ddp", "lightning sp", "lightning fsdp",
 ]  # fmt: skip
 
 

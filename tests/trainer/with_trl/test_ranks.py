@@ -12,12 +12,10 @@ import torch
 pytest.importorskip("trl", reason="the trainers are TRL's")
 import trl_child
 
-AS_ONE = [
+SHORT = [["grpo", "one", {"max_steps": 2}]]
+LONGER = [
     ["grpo", "one", {}],
     ["dpo", "one", {"max_steps": 2}],
-]  # fmt: skip
-LONGER = [
-    *AS_ONE,
     ["rloo", "one", {}],
     ["reward", "beside", {}],
     ["grpo", "one", {"beta": 0.1, "adapter": True}],
@@ -30,7 +28,7 @@ LONGER = [
 @pytest.mark.parametrize(
     ("layout", "cases"),
     [
-        ("fsdp2", AS_ONE),
+        ("fsdp2", SHORT),
         pytest.param("fsdp2", LONGER, marks=pytest.mark.slow),
         pytest.param("ddp", LONGER, marks=pytest.mark.slow),
     ],
