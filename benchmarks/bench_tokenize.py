@@ -1,11 +1,12 @@
 """Speed and memory of `nopad tokenize`, beside datasets.map, Megatron's loop and datatrove.
 
     python benchmarks/bench_tokenize.py corpus.jsonl tokenizer.json --eos TOKEN [--processes 2]
-        [--peer-bytes 1e8] [--record FILE.json]
+        [--peer-bytes 1e8] [--repeats 3] [--record FILE.json]
 
 corpus.jsonl has a column `text`. All tokenize its first `--peer-bytes` with the same tokenizer
-and number of processes, ours with fastokens and with tokenizers alone; those of `--whole` then
-tokenize the whole file. Each runs in a process of its own. Seconds are wall-clock time with imports
+and number of processes, ours with fastokens and with tokenizers alone, `--repeats` times one after
+another; those of `--whole` then tokenize the whole file. Each runs in a process of its own. A row
+has medians, and in `seconds_of_runs` the time of each run. Seconds are wall-clock time with imports
 and the load of the tokenizer, `cpu_seconds` those of all its processes; MB are those of the texts.
 `memory_mb` is the largest sum of the anonymous memory of its processes, sampled every half second;
 `memory_tenths_mb` is its mean in each tenth of the time, `mapped_tenths_mb` that of mapped files,
@@ -29,6 +30,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import cycle, pairwise
 from pathlib import Path
+from statistics import median
 
 PEERS = ("nopad", "nopad_stock", "datasets", "megatron", "datatrove")
 
@@ -173,6 +175,16 @@ def measure(name: str, args: argparse.Namespace, corpus: Path) -> dict:
     }  # fmt: skip
 
 
+def medians(runs: list[dict]) -> dict:
+    """Return one row of several runs; the first that failed, if one did."""
+    row = next((run for run in runs if "failed" in run), runs[0])
+    if "failed" in row:
+        return row
+    numbers = [name for name, value in row.items() if isinstance(value, float)]
+    times = {"seconds_of_runs": [run["seconds"] for run in runs]}
+    return row | {name: median(run[name] for run in runs) for name in numbers} | times
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("corpus")
@@ -180,7 +192,8 @@ def main() -> None:
     parser.add_argument("--eos", required=True)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--peer-bytes", type=float, default=1e8)
-    parser.add_argument("--peers", nargs="+", default=PEERS, choices=PEERS)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--peers", nargs="*", default=PEERS, choices=PEERS)
     parser.add_argument("--whole", nargs="*", default=["nopad"], choices=PEERS)
     parser.add_argument("--folder", help="where results are written; default: a temporary folder")
     parser.add_argument("--record", type=Path)
@@ -200,13 +213,14 @@ def main() -> None:
                 size += len(line)
                 if size > args.peer_bytes:
                     break
-        rows = []
-        runs = [(name, part) for name in args.peers] + [(n, Path(args.corpus)) for n in args.whole]
-        for name, corpus in runs:
+        runs: dict[tuple[str, Path], list[dict]] = {}
+        order = [(name, part) for name in args.peers] * args.repeats
+        for name, corpus in order + [(name, Path(args.corpus)) for name in args.whole]:
             row = measure(name, args, corpus)
-            rows.append(row)
+            runs.setdefault((name, corpus), []).append(row)
             shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}
             print(", ".join(f"{key} {value}" for key, value in shown.items()), flush=True)
+    rows = [medians(several) for several in runs.values()]
     record = {**header("tokenize"), "processes": args.processes, "rows": rows}
     write_record(record, args.record)
     print(json.dumps(record))

@@ -31,12 +31,16 @@ from ..state.fingerprint import (
 )
 from .encoder import ENCODE_BATCH, Encoder, encode_rows, encoded_settings, raise_or_skip
 from .report import SkippedRows
-from .text_encoder import encode_texts
+from .text_encoder import encode_texts, plain_text
 
 RANGE_BYTES, MAX_RANGES = 16 << 20, 1024
 """Bytes of a range of rows; ranges of large sources have more, so that there are not too many."""
+MIN_RANGES, MIN_RANGE_BYTES = 16, 1 << 20
+"""Ranges of small sources have fewer bytes, so that all cores have some."""
 RANGE_ROWS = 16384
 """Rows of a range if the size of the source is unknown."""
+BATCH_LETTERS = 1 << 20
+"""Of plain texts that are encoded together, at most ENCODE_BATCH of them."""
 Report = Callable[[int], None]
 """Is called with the number of tokens that were written."""
 
@@ -58,10 +62,11 @@ class Job:
     def of(cls, source: RowSource, encoder: Encoder, folder: Folder, **options: Any) -> Job:
         """Cut a source into ranges, by its size alone."""
         if source.num_bytes is not None:
-            size, each = source.num_bytes, RANGE_BYTES
+            more = min(MIN_RANGES, source.num_bytes // MIN_RANGE_BYTES)
+            count = max(-(-source.num_bytes // RANGE_BYTES), more)
         else:
-            size, each = source.num_rows() or 0, RANGE_ROWS
-        ranges = source.ranges(min(MAX_RANGES, -(-size // each)))
+            count = -(-(source.num_rows() or 0) // RANGE_ROWS)
+        ranges = source.ranges(min(MAX_RANGES, count))
         return cls(source, encoder, folder, ranges, **options)
 
     @property
@@ -126,8 +131,8 @@ def _encode(
     job: Job, rows: Iterable[Row], skipped: SkippedRows | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
     """Yield tokens, lengths and label masks of batches of rows."""
-    rows, is_first = iter(rows), True
-    while batch := list(islice(rows, ENCODE_BATCH)):
+    is_first = True
+    for batch in _batches(job.encoder, rows):
         texts = encode_texts(job.encoder, [row.value for row in batch], is_first)
         is_first = False
         if texts is not None and int(texts[1].max()) <= (job.max_length or sys.maxsize):
@@ -137,6 +142,20 @@ def _encode(
         samples = list(raise_or_skip(encoded, skipped))
         if samples:
             yield _join(samples)
+
+
+def _batches(encoder: Encoder, rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Cut rows into batches, so that long texts do not take more memory than short ones."""
+    batch: list[Row] = []
+    letters = 0
+    for row in rows:
+        batch.append(row)
+        letters += len(plain_text(encoder, row.value) or "")
+        if len(batch) == ENCODE_BATCH or letters >= BATCH_LETTERS:
+            yield batch
+            batch, letters = [], 0
+    if batch:
+        yield batch
 
 
 def _join(samples: list[Sample]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

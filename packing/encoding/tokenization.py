@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
+from itertools import chain, islice
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
@@ -53,6 +54,8 @@ from .shard_job import (
 from .text_encoder import CHECKED_BYTES, LIBRARIES, choose_encoder, plain_text
 
 POLL_SECONDS = 0.5
+SHARDS_PER_PROCESS = 16
+"""Then a new process encodes: caches of the faster libraries grow over gigabytes of text."""
 
 
 def tokenize(
@@ -284,11 +287,24 @@ def run_processes(
             shown.add(number, write_shard(job, number, report=report))
         return
     context = get_context("fork" if sys.platform == "linux" else "spawn")
-    counter = context.Value("q", 0)
-    pool = ProcessPoolExecutor(processes, context, _start_worker, (job, counter))
+    counter, tasks = context.Value("q", 0), shard_tasks(job, records, missing)
+    # All processes are replaced together: none is forked while threads of a pool run.
+    for first in tasks:
+        pool = ProcessPoolExecutor(processes, context, _start_worker, (job, counter))
+        some = chain([first], islice(tasks, SHARDS_PER_PROCESS * processes - 1))
+        _write_in_pool(pool, some, processes, shown, counter)
+
+
+def _write_in_pool(
+    pool: ProcessPoolExecutor,
+    tasks: Iterable[tuple[int, list[Row] | None]],
+    processes: int,
+    shown: ShardProgress,
+    counter: Any,
+) -> None:
     try:
         running: dict[Future, int] = {}
-        for number, rows in shard_tasks(job, records, missing):
+        for number, rows in tasks:
             running[pool.submit(_write_in_worker, number, rows)] = number
             while len(running) > 2 * processes:
                 _collect(running, shown, counter)

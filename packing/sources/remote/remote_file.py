@@ -97,7 +97,9 @@ class RemoteFile:
 def _fetch(fs: Any, path: str, begin: int, end: int, size: int) -> bytes:
     protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
     if "https" not in protocols:
-        return fs.cat_file(path, start=begin, end=end)
+        # hf:// opens a file for every call, whose buffer would request 5 MB more than the range.
+        options = {"cache_type": "none", "size": size} if "hf" in protocols else {}
+        return fs.cat_file(path, start=begin, end=end, **options)
     # `cat_file` would take in the whole body of a server that ignores ranges.
     headers = {**fs.kwargs.get("headers", {}), "Accept-Encoding": "identity"}
     with fs.open(path, "rb", cache_type="none", size=size, headers=headers) as file:

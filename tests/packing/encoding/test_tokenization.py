@@ -11,7 +11,7 @@ import random
 import re
 import signal
 import time
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import datasets
@@ -21,6 +21,7 @@ from char_words import char_tokenizer
 from flaky_server import serve
 from nopad.packing import PackedDataset, tokenize
 from nopad.packing.encoding import shard_job, tokenization
+from nopad.packing.encoding.shard_job import write_shard
 from nopad.packing.sources.token_files import MegatronWriter
 
 FORK = multiprocessing.get_context("fork")
@@ -130,6 +131,38 @@ def test_files_do_not_depend_on_processes_parts_or_interruptions(tmp_path, token
         assert files(tmp_path / "parts") == files(tmp_path / "one")
         with pytest.raises(ValueError, match="part 3 of 3: the parts of 3 are 0 to 2"):
             tokenize(source, tmp_path / "other", part=(3, 3), **options)
+
+
+@pytest.mark.parametrize("kilobytes, shards", [(1, 1), (5, 5), (40, 16), (400, 20)])
+def test_small_sources_have_shards_for_several_cores(
+    tmp_path, tokenizer, monkeypatch, kilobytes, shards
+):
+    monkeypatch.setattr(shard_job, "RANGE_BYTES", 20_000)
+    monkeypatch.setattr(shard_job, "MIN_RANGE_BYTES", 1000)
+    row = json.dumps({"text": "a" * 87}) + "\n"
+    (tmp_path / "rows.jsonl").write_text(row * 10 * kilobytes)
+    manifest = tokenize(tmp_path / "rows.jsonl", tmp_path / "out", tokenizer=tokenizer)
+    assert len(row) == 100 and len(manifest["shards"]) == shards
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gz"])
+def test_processes_are_replaced_and_the_files_are_the_same(tmp_path, tokenizer, monkeypatch, kind):
+    source = source_of(kind, tmp_path)
+    tokenize(source, tmp_path / "one", tokenizer=tokenizer, processes=1)
+    num_shards, stock, written = len(list((tmp_path / "one").glob("*.bin"))), write_shard, tmp_path
+
+    def write_shard_of_process(job, number, *args):
+        with (written / f"{os.getpid()}.shards").open("a") as file:
+            file.write(f"{number}\n")
+        return stock(job, number, *args)
+
+    monkeypatch.setattr(tokenization, "write_shard", write_shard_of_process)
+    monkeypatch.setattr(tokenization, "SHARDS_PER_PROCESS", 1)
+    tokenize(source, tmp_path / "two", tokenizer=tokenizer, processes=2)
+    assert files(tmp_path / "two") == files(tmp_path / "one")
+    of_processes = [path.read_text().split() for path in tmp_path.glob("*.shards")]
+    assert sorted(map(int, chain.from_iterable(of_processes))) == list(range(num_shards))
+    assert max(map(len, of_processes)) <= 2  # one process may write the shards of both
 
 
 def test_a_folder_that_is_not_complete_is_not_read(tmp_path, tokenizer):
