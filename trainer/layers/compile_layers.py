@@ -37,7 +37,7 @@ from ...attention.hf import (
     wants_other_outputs,
 )
 from .class_swap import SwappedLayers, added_forwards
-from .experts import group_experts
+from .experts import group_experts, quantized_experts
 
 log = logging.getLogger("nopad.trainer")
 
@@ -81,6 +81,8 @@ def why_not_compiled(model: nn.Module) -> str:
         return "it has no list of decoder layers"
     if any(run_by_document in added_forwards(type(module)) for module in layers.modules()):
         return "some have a state and run document by document"
+    if weight := quantized_experts(layers):
+        return f"their experts are quantized ({weight})"
     return ""
 
 
