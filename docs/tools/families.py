@@ -45,8 +45,8 @@ STATEFUL_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Types with images, and the type of their text model, which has a state."""
 BY_DOCUMENT = "works, layers with a state document by document"
 NOTES = {
-    "gemma2": "; fast only with a flash-attn that has soft caps for its head size",
-    "gpt_oss": "; sinks by flash-attn's or torch's kernels",
+    "gemma2": "; soft caps by flash-attn, or by nopad's kernels where it has none",
+    "gpt_oss": "; sinks by the kernels of flash-attn or torch",
 }
 """What else decides the speed of training."""
 SHAPES = {"llama": "a", "qwen3": "b"}
