@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         add_rms_norm_split_k,
         rms_norm,
     )
+    from .packed_attention import packed_attention, packed_attention_backward
     from .paged_decode import (
         MIN_SPLIT_KEYS,
         DecodeTiles,
@@ -63,6 +64,8 @@ __all__ = [
     "gemm_tiles",
     "grouped_mm",
     "losses_and_gradient",
+    "packed_attention",
+    "packed_attention_backward",
     "padded_dim",
     "paged_attention_decode",
     "paged_attention_prefill",
@@ -89,6 +92,7 @@ _MODULES = {
         "add_rms_norm_split_k",
         "rms_norm",
     ),
+    "packed_attention": ("packed_attention", "packed_attention_backward"),
     "paged_decode": (
         "MIN_SPLIT_KEYS",
         "DecodeTiles",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from docs_reader import python_blocks, run_blocks, what_a_reader_has
 from nopad.__main__ import COMMANDS, main
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -79,6 +80,37 @@ def test_generated_pictures_and_tables_are_those_of_the_records(monkeypatch):
         path.name for path, content in generated_files().items() if path.read_text() != content
     ]
     assert stale == [], "run python docs/tools/update.py"
+
+
+def test_the_page_of_families_has_every_type_and_every_cell(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "tools"))
+    import families
+
+    monkeypatch.setattr(families, "_reason", lambda kind: f"reason of {kind}")
+    families._verdicts.cache_clear()
+    listed = re.findall(r"`([\w-]+)`", families.types_table().partition("---")[2])
+    assert sorted(listed) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), "each type once"
+    assert {*families.NAMES.values()} <= {*listed}
+    table = families.families_table()
+    families._verdicts.cache_clear()
+    assert "| BLOOM | `bloom` | refused: reason of bloom | refused |" in table
+    assert re.search(r"`olmoe` \| olmoe: \*\*5.92x\*\* speed, 0.06x memory", table)
+    run = {"tokens_per_second": 2000.0, "beyond_training_state_GB": 3.0}
+    slow = {"tokens_per_second": 1000.0, "beyond_training_state_GB": 6.0}
+    failed = {"error": "OutOfMemoryError: CUDA out of memory"}
+    cells = {
+        "llama-1b": {"stock": slow, "nopad": run, "nopad fp8": failed},
+        "mixtral": {"stock": failed, "nopad": run},
+        "olmoe": {"nopad": failed},
+    }
+    assert families._trained({"cells": cells}) == {
+        "llama": [
+            "llama-1b: **2.00x** speed, 0.50x memory, 2.0 k tokens/s",
+            "llama-1b, fp8: failed (OutOfMemoryError)",
+        ],
+        "mixtral": ["mixtral: 2.0 k tokens/s, stock failed"],
+        "olmoe": ["olmoe: failed (OutOfMemoryError)"],
+    }
 
 
 def test_every_message_of_the_troubleshooting_page_is_one_of_the_code():

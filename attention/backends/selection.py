@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from . import cudnn_ragged, flash2, sdpa, torch_varlen, triton_paged
+from . import cudnn_ragged, flash2, sdpa, torch_varlen, triton_packed, triton_paged
 from .backend_check import trial_failure
 from .call_spec import CallSpec
 
@@ -36,13 +36,14 @@ BACKEND_MODULES: dict[str, Any] = {
     "flash2": flash2,
     "torch": torch_varlen,
     "triton": triton_paged,
+    "triton_packed": triton_packed,
     "sdpa": sdpa,
 }
 """The `Backend` of each name."""
 BACKENDS = tuple(BACKEND_MODULES)
 _CPU = ("sdpa",)
-_LARGE_PACKED = ("cudnn", "flash2", "torch", "sdpa")
-_PACKED = ("flash2", "cudnn", "torch", "sdpa")
+_LARGE_PACKED = ("cudnn", "flash2", "torch", "triton_packed", "sdpa")
+_PACKED = ("flash2", "cudnn", "torch", "triton_packed", "sdpa")
 PAGED_BACKENDS = ("triton", "flash2", "sdpa")
 """Our kernels come first: on an H200 they beat flash-attn 2's in paged decodes and prefills."""
 

@@ -40,10 +40,10 @@ def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
     return -(weight * (grad.float() * out.float()).sum(-1).t()).sum(1).to(sinks.dtype)
 
 
-def attend_with_sinks(
+def attend_by_backward(
     backend: Any, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams
 ) -> Tensor:
-    """Attend by the `forward` and the `backward` of a backend; differentiable."""
+    """Attend by the `forward` and the `backward` of a backend, with or without sinks."""
     return _Attend.apply(q, k, v, score_params.sinks, backend, varlen, score_params)
 
 
@@ -63,4 +63,5 @@ class _Attend(torch.autograd.Function):
         params = ScoreParams(params.scale, params.window, params.softcap, sinks)
         varlen = Varlen(cu_seqlens, max_length)
         grads = backend.backward(grad.contiguous(), q, k, v, out, lse, varlen, params)
-        return *grads, None, None, None
+        dsinks = grads[3] if sinks is not None else None
+        return *grads[:3], dsinks, None, None, None

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..varlen import Varlen
 from .backend import padded_to
 from .call_spec import CallSpec, ScoreParams
-from .sinks import add_sinks, attend_with_sinks, sinks_gradient
+from .sinks import add_sinks, attend_by_backward, sinks_gradient
 
 try:
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
@@ -45,7 +45,7 @@ def unsupported_reason(spec: CallSpec) -> str | None:
 def packed(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, score_params: ScoreParams) -> Tensor:
     """Attend inside each sequence of a packed row."""
     if score_params.sinks is not None:
-        return attend_with_sinks(sys.modules[__name__], q, k, v, varlen, score_params)
+        return attend_by_backward(sys.modules[__name__], q, k, v, varlen, score_params)
     out = _attend(q, k, v, varlen, score_params)
     assert isinstance(out, Tensor)
     return out[..., : v.shape[-1]]

@@ -65,6 +65,7 @@ LLAMA_8B = {**_size(4096, 14336, 32, 128256), **_heads(32, 8, 128), **UNTIED}
 QWEN2_1B = {**_size(1536, 8960, 28, 151936), **_heads(12, 2, 128), **TIED}
 QWEN3_06B = {**_size(1024, 3072, 28, 151936), **_heads(16, 8, 128), **TIED}
 QWEN3_4B = {**_size(2560, 9728, 36, 151936), **_heads(32, 8, 128), **TIED}
+GEMMA2_2B = {**_size(2304, 9216, 26, 256000), **_heads(8, 4, 256)}
 GEMMA3_1B = {**_size(1152, 6912, 26, 262144), **_heads(4, 1, 256), "sliding_window": 512}
 GEMMA3_4B = {**_size(2560, 10240, 34, 262208), **_heads(8, 4, 256), "sliding_window": 1024}
 OLMO2_1B = {**_size(2048, 8192, 16, 100352), **_heads(16, 16, 128), **UNTIED}
@@ -96,6 +97,7 @@ CELLS = {
     "llama-1b lora": Cell("llama", LLAMA_1B, "lora"),
     "qwen2.5-1.5b": Cell("qwen2", QWEN2_1B),
     "qwen3-0.6b": Cell("qwen3", QWEN3_06B),
+    "gemma2-2b": Cell("gemma2", GEMMA2_2B, attention="flex_attention"),
     "gemma3-1b": Cell("gemma3_text", GEMMA3_1B, attention="sdpa"),
     "olmo2-1b": Cell("olmo2", OLMO2_1B),
     "granite-2b": Cell("granite", GRANITE_2B),

@@ -12,6 +12,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 sys.path.insert(0, str(Path(__file__).parent))
+import families
 import records
 
 ROOT = Path(__file__).parents[2]
@@ -40,5 +41,6 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Replace `<!-- table: NAME -->` by the table of that name in `records.py`."""
-    return TABLE.sub(lambda found: getattr(records, f"{found[1]}_table")(), markdown)
+    """Replace `<!-- table: NAME -->` by the table of that name in `records.py` or `families.py`."""
+    tables = {**vars(records), **vars(families)}
+    return TABLE.sub(lambda found: tables[f"{found[1]}_table"](), markdown)

@@ -1,4 +1,4 @@
-"""Tables and plots of the benchmark records, and the table of model types of the tests.
+"""Tables and plots of the benchmark records; `families.py` has those of model families.
 
 A table of benchmarks comes from the newest record of its kind.
 
@@ -8,7 +8,6 @@ Every function below returns Markdown or SVG. `hooks.py` puts the Markdown into 
 
 from __future__ import annotations
 
-import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -76,16 +75,25 @@ def training_table() -> str:
 
 
 def grid_table() -> str:
-    """Families and modes: stock layers, hand-fused ones (removed since) and compiled ones."""
+    """Families and modes: stock layers, today's default, and the ways before it."""
     path, record = newest("training-grid")
-    arms = ["stock", "fused", "compiled", "compiled, not timed"]
+    labels = {
+        "stock": "stock, liger-kernel", "nopad": "nopad", "nopad fp8": "nopad, `fp8=True`",
+        "fused": "hand-fused layers (removed)", "compiled": "compiled layers, kernels timed",
+        "compiled, not timed": "compiled, kernels chosen without timing",
+    }  # fmt: skip
+    arms = [arm for arm in labels if any(arm in cell for cell in record["cells"].values())]
     rows = [
-        [name, *(f"{_k(run)}, {_beyond(run)}" if (run := cell.get(arm)) else "–" for arm in arms)]
+        [name, *(_grid_cell(cell.get(arm)) for arm in arms)]
         for name, cell in record["cells"].items()
     ]
-    head = ["shape", "stock, liger-kernel", "hand-fused layers (removed)", "compiled layers",
-            "compiled, kernels chosen without timing (default)"]  # fmt: skip
-    return _table(head, rows, path)
+    return _table(["shape", *(labels[arm] for arm in arms)], rows, path)
+
+
+def _grid_cell(run: dict[str, Any] | None) -> str:
+    if run is None:
+        return "–"
+    return run["error"].split(":")[0] if "error" in run else f"{_k(run)}, {_beyond(run)}"
 
 
 def loop_table() -> str:
@@ -375,28 +383,6 @@ def tokenize_table() -> str:
     return _table(head, rows, path)
 
 
-def types_table() -> str:
-    """Return what each causal-LM type of Transformers can do, from the lists of its test."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    tree = ast.parse((ROOT / "tests/attention/hf/test_model_zoo.py").read_text(encoding="utf-8"))
-    texts = {
-        ast.unparse(node.targets[0]): node.value.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-    }
-    names = ("_REFUSED", "_TOO_BIG", "_LEAKS")
-    refused, untested, generated = (texts[name].split() for name in names)
-    right = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*refused, *untested, *generated})
-    rows = [
-        [f"{len(right)} types: packed training and the engine", _names(right)],
-        [f"{len(generated)} type: the engine only", _names(generated)],
-        [f'{len(refused)} types: `attn_implementation="nopad"` refuses them', _names(refused)],
-        [f"{len(untested)} types: not tested", _names(untested)],
-    ]
-    return _table(["what", "`model_type`"], rows)
-
-
 def _names(types: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in types)
 
@@ -472,7 +458,7 @@ def _default_layers() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     full, lora = grid["hf, the default"], grid["cells"]["llama-1b lora"]
     return {
         "HF Trainer": (full["nopad"], full["stock"]),
-        "LoRA": (lora["compiled, not timed"], lora["stock"]),
+        "LoRA": (lora.get("nopad", lora.get("compiled, not timed")), lora["stock"]),
     }
 
 

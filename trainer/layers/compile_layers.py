@@ -38,7 +38,7 @@ from ...attention.hf import (
     wants_other_outputs,
 )
 from .class_swap import SwappedLayers, added_forwards
-from .experts import group_experts
+from .experts import group_experts, quantized_experts
 
 log = logging.getLogger("nopad.trainer")
 
@@ -83,6 +83,8 @@ def why_not_compiled(model: nn.Module) -> str:
     added = {each for module in layers.modules() for each in added_forwards(type(module))}
     if not added.isdisjoint((run_by_document, convolve_by_document)):
         return "some have a state that is reset at every document"
+    if weight := quantized_experts(layers):
+        return f"their experts are quantized ({weight})"
     return ""
 
 

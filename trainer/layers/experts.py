@@ -32,12 +32,25 @@ def group_experts(model: nn.Module, swapped: SwappedLayers, device: torch.device
             swapped.swap(experts, grouped_forward)
 
 
+def quantized_experts(model: nn.Module) -> str:
+    """Return the name and dtype of a quantized weight of experts; "" if there is none."""
+    for name, weight in model.named_parameters():
+        if weight.ndim > 2 and is_quantized(weight):
+            return f"{name} is {weight.dtype}"
+    return ""
+
+
+def is_quantized(weight: Tensor) -> bool:
+    return not weight.is_floating_point() or weight.itemsize < 2
+
+
 def _is_known(module: Any) -> bool:
     names = {"num_experts", "has_gate", "has_bias", "is_transposed"}
     return (
         names <= vars(module).keys()
         and module.config._experts_implementation in _STOCK
         and len(module.down_proj) == module.num_experts  # else in part on other ranks
+        and not is_quantized(module.down_proj)
         and grouped_forward not in added_forwards(type(module))
     )
 

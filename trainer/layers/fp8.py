@@ -22,6 +22,7 @@ from ...attention.hf import decoder_layers
 from ...runtime import stock_class
 from .class_swap import SwappedLayers, added_forwards
 from .compile_layers import function_mode_active
+from .experts import is_quantized
 
 MIN_WEIGHTS = 2**23
 """Elements of the smallest weight whose products gain more than the casts cost: 4096 x 2048."""
@@ -65,7 +66,7 @@ def why_not_device(device: torch.device) -> str:
 def _why_not_model(model: nn.Module) -> str:
     for layer in decoder_layers(model):
         for name, weight in layer.named_parameters():
-            if not weight.is_floating_point() or weight.itemsize < 2:
+            if is_quantized(weight):
                 return f"the weights are quantized ({name} of a layer is {weight.dtype})"
     linears = _large_linears(model)
     if not linears:

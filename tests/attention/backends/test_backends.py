@@ -247,7 +247,7 @@ def test_paged_backends_agree_with_the_oracle_on_the_gpu(backend, case, dtype):
 @GPU
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", PACKED, ids=str)
-@pytest.mark.parametrize("backend", ["cudnn", "flash2", "torch", "sdpa"])
+@pytest.mark.parametrize("backend", ["cudnn", "flash2", "torch", "triton_packed", "sdpa"])
 def test_packed_backends_agree_with_the_oracle_on_the_gpu(backend, case, dtype):
     reason = refused(backend, case, dtype, 0, True)
     if reason is None:

@@ -43,7 +43,7 @@ def test_output_and_gradients_are_those_of_a_softmax_with_sinks():
     logits = torch.tensor([-3.0, 0.0, 0.5, 30.0], requires_grad=True)
     cu_seqlens = torch.tensor([0, 5, 6, 13], dtype=torch.int32)
     varlen, params = Varlen(cu_seqlens, 7), ScoreParams(0.3, sinks=logits)
-    out = sinks.attend_with_sinks(PlainKernels, q, k, v, varlen, params)
+    out = sinks.attend_by_backward(PlainKernels, q, k, v, varlen, params)
     expected = reference(q, k, v, varlen, scale=0.3, sinks=logits)
     torch.testing.assert_close(out, expected)
     cotangent = torch.randn_like(out)

@@ -8,7 +8,8 @@ import pytest
 import tiny_run
 import torch
 from nopad.runtime import Axis, Layout
-from nopad.trainer.layers import compile_layers, prepare_layers
+from nopad.trainer.layers import SwappedLayers, compile_layers, prepare_layers
+from nopad.trainer.layers.experts import group_experts
 from nopad.trainer.layers.prepare_layers import choose
 
 CPU = torch.device("cpu")
@@ -61,6 +62,21 @@ def test_without_a_compiler_layers_stay_stock_and_compiled_ones_are_refused(monk
 def test_what_cannot_be_compiled_is_told(model, layout, reason):
     with pytest.raises(ValueError, match=f"^layers='compiled': {reason}"):
         prepare_layers(model(), CPU, "compiled", layout=layout)
+
+
+def test_quantized_experts_run_as_they_are_and_are_told():
+    model = tiny_run.mixture()
+    classes = [type(module) for module in model.modules()]
+    experts = model.model.layers[1].mlp.experts
+    quantized = experts.down_proj.detach().to(torch.float8_e4m3fn)
+    experts.down_proj = torch.nn.Parameter(quantized, requires_grad=False)
+    told = r"their experts are quantized \(1.mlp.experts.down_proj is torch.float8_e4m3fn\)"
+    with pytest.raises(ValueError, match=f"^layers='compiled': {told}; use layers='auto'$"):
+        prepare_layers(model, CPU, "compiled")
+    assert prepare_layers(model, CPU, saved="compiled").way == "stock"
+    swapped = SwappedLayers()
+    group_experts(model.model.layers[1], swapped, CPU)
+    assert [type(module) for module in model.modules()] == classes
 
 
 def test_layers_that_are_compiled_already_stay_as_they_are():
