@@ -57,7 +57,6 @@ ONLY_IN = {
     ("attention", "kernels"): "attention/backends/",
     ("attention", "cudnn"): "attention/backends/",
     ("trainer", "transformers"): ("trainer/with_hf/", "trainer/with_trl/"),
-    ("trainer", "torchao"): "trainer/layers/fp8.py",
     ("trainer", "trl"): "trainer/with_trl/",
     ("trainer", "accelerate"): "trainer/with_accelerate/",
     ("trainer", "lightning"): "trainer/with_lightning/",

@@ -99,14 +99,13 @@ def test_the_page_of_families_has_every_type_and_every_cell(monkeypatch):
     slow = {"tokens_per_second": 1000.0, "beyond_training_state_GB": 6.0}
     failed = {"error": "OutOfMemoryError: CUDA out of memory"}
     cells = {
-        "llama-1b": {"stock": slow, "nopad": run, "nopad fp8": failed},
+        "llama-1b": {"stock": slow, "nopad": run},
         "mixtral": {"stock": failed, "nopad": run},
         "olmoe": {"nopad": failed},
     }
     assert families._trained({"cells": cells}) == {
         "llama": [
             "llama-1b: **2.00x** speed, 0.50x memory, 2.0 k tokens/s",
-            "llama-1b, fp8: failed (OutOfMemoryError)",
         ],
         "mixtral": ["mixtral: 2.0 k tokens/s, stock failed"],
         "olmoe": ["olmoe: failed (OutOfMemoryError)"],

@@ -1703,10 +1703,6 @@ FAULTS = {
         "nopad.trainer.with_accelerate.loader",
         "trained_layers = lambda prepared, saved: 'compiled'",
     ),
-    "fp8 is tried on any machine": (
-        "trainer/layers/test_fp8.py::test_a_machine_that_cannot_is_told_in_a_line",
-        "nopad.trainer.layers.fp8", "why_not_device = lambda device: ''",
-    ),
     "layers of one model choose those of the next": (
         "trainer/test_layers_by_default.py::"
         "test_layers_of_a_teacher_do_not_choose_those_of_the_student",

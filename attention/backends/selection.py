@@ -42,8 +42,9 @@ BACKEND_MODULES: dict[str, Any] = {
 """The `Backend` of each name."""
 BACKENDS = tuple(BACKEND_MODULES)
 _CPU = ("sdpa",)
-_LARGE_PACKED = ("cudnn", "flash2", "torch", "triton_packed", "sdpa")
-_PACKED = ("flash2", "cudnn", "torch", "triton_packed", "sdpa")
+_LARGE_PACKED = ("cudnn", "flash2", "torch", "sdpa", "triton_packed")
+_PACKED = ("flash2", "cudnn", "torch", "sdpa", "triton_packed")
+"""The last one has to be forced: its kernels passed their tests in Triton's interpreter alone."""
 PAGED_BACKENDS = ("triton", "flash2", "sdpa")
 """Our kernels come first: on an H200 they beat flash-attn 2's in paged decodes and prefills."""
 

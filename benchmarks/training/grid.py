@@ -4,9 +4,8 @@ A cell is a model with random weights in the shape of a known one, and a mode: f
 fp32 weights under bf16 autocast, the same with gradient checkpointing, or LoRA on a bf16 base. Its
 arms train on the same packs in the same process, in turn:
 
-    stock        HF Trainer, flattening collator, liger-kernel, `attention` of the cell
-    nopad        PackedTrainer with its defaults
-    nopad fp8    the same with fp8=True
+    stock    HF Trainer, flattening collator, liger-kernel, `attention` of the cell
+    nopad    PackedTrainer with its defaults
 
 The losses of all arms are recorded: a peer whose loss is off is no peer.
 """
@@ -21,7 +20,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +101,6 @@ CELLS = {
     "granite-2b": Cell("granite", GRANITE_2B),
     "smollm3-3b": Cell("smollm3", SMOLLM3_3B),
     "qwen3-4b lora": Cell("qwen3", QWEN3_4B, "lora"),
-    "llama-8b, 16 layers": Cell("llama", {**LLAMA_8B, "num_hidden_layers": 16}),
     "llama-8b lora": Cell("llama", LLAMA_8B, "lora"),
     "mistral-7b lora": Cell("mistral", MISTRAL_7B, "lora"),
     "gemma3-4b lora": Cell("gemma3_text", GEMMA3_4B, "lora", attention="sdpa"),
@@ -117,7 +114,6 @@ CELLS = {
 ARMS: dict[str, Callable[[Run, Any], None]] = {
     "stock": hf_stock,
     "nopad": hf_nopad,
-    "nopad fp8": partial(hf_nopad, fp8=True),
 }
 
 
@@ -126,7 +122,7 @@ def run_grid(record: Path, cells: list[str], arms: list[str], seconds: float, ti
     done: dict[str, dict] = json.loads(record.read_text()) if record.exists() else {}
     deadline = time.monotonic() + seconds
     for name in cells or CELLS:
-        for arm in arms or ("stock", "nopad"):
+        for arm in arms or ARMS:
             if arm in done.get(name, {}) or time.monotonic() > deadline:
                 continue
             row = measure_arm(CELLS[name], arm, tiny)

@@ -45,15 +45,13 @@ STATEFUL_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Types with images, and the type of their text model, which has a state."""
 BY_DOCUMENT = "works, layers with a state document by document"
 NOTES = {
-    "gemma2": "; soft caps by flash-attn, or by nopad's kernels where it has none",
+    "gemma2": "; fast only with a flash-attn that has soft caps for its head size",
     "gpt_oss": "; sinks by the kernels of flash-attn or torch",
 }
 """What else decides the speed of training."""
 SHAPES = {"llama": "a", "qwen3": "b"}
 """Workloads of `generation-vllm` by the type of their model."""
 MODES = {"full": "", "lora": "LoRA ", "checkpointing": "checkpointed "}
-ARMS = "nopad", "compiled, not timed", "compiled"
-"""Our arms of the grid, the one with today's default first."""
 
 
 def families_table() -> str:
@@ -154,9 +152,8 @@ def _trained(record: dict[str, Any]) -> dict[str, list[str]]:
     for name, arms in runs.items():
         kind, mode = cells[name]
         label = MODES[mode] + re.sub(r" (lora|checkpointed)$", "", name)
-        ours = [(label, arm) for arm in ARMS if arm in arms][:1]
-        ours += [(f"{label}, fp8", arm) for arm in ("nopad fp8",) if arm in arms]
-        found[kind] += [f"{text}: {_beside(arms[arm], arms.get('stock'))}" for text, arm in ours]
+        if "nopad" in arms:
+            found[kind].append(f"{label}: {_beside(arms['nopad'], arms.get('stock'))}")
     return found
 
 

@@ -75,19 +75,13 @@ def training_table() -> str:
 
 
 def grid_table() -> str:
-    """Families and modes: stock layers, today's default, and the ways before it."""
+    """Families and modes: the default beside stock layers with liger-kernel."""
     path, record = newest("training-grid")
-    labels = {
-        "stock": "stock, liger-kernel", "nopad": "nopad", "nopad fp8": "nopad, `fp8=True`",
-        "fused": "hand-fused layers (removed)", "compiled": "compiled layers, kernels timed",
-        "compiled, not timed": "compiled, kernels chosen without timing",
-    }  # fmt: skip
-    arms = [arm for arm in labels if any(arm in cell for cell in record["cells"].values())]
     rows = [
-        [name, *(_grid_cell(cell.get(arm)) for arm in arms)]
+        [name, *(_grid_cell(cell.get(arm)) for arm in ("nopad", "stock"))]
         for name, cell in record["cells"].items()
     ]
-    return _table(["shape", *(labels[arm] for arm in arms)], rows, path)
+    return _table(["shape", "nopad", "stock, liger-kernel"], rows, path)
 
 
 def _grid_cell(run: dict[str, Any] | None) -> str:
@@ -458,7 +452,7 @@ def _default_layers() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     full, lora = grid["hf, the default"], grid["cells"]["llama-1b lora"]
     return {
         "HF Trainer": (full["nopad"], full["stock"]),
-        "LoRA": (lora.get("nopad", lora.get("compiled, not timed")), lora["stock"]),
+        "LoRA": (lora["nopad"], lora["stock"]),
     }
 
 

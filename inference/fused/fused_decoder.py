@@ -40,7 +40,7 @@ from ...kernels import (
     supports_pdl,
     write_qkv,
 )
-from ...runtime import rms_norm_eps, stock_class
+from ...runtime import rms_norm_eps
 from ..execution.capture import is_capturing, run_on_streams
 from ..execution.graph_shape import MIXED_TOKENS
 from ..live_model.patches import Patches
@@ -275,8 +275,7 @@ def check_supported_layer(layer: Any) -> None:
     assert names in supported, f"attention of {sorted(names)}"
     assert type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation"), "another activation"
     linears = [attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    plain = [stock_class(x) is nn.Linear and x.bias is None for x in linears]
-    assert all(plain), "no plain linear layers"
+    assert all(type(x) is nn.Linear and x.bias is None for x in linears), "no plain linear layers"
     # Mistral's attention reads its configuration; the others have a window per layer.
     windowed = attn.config if family == "Mistral" else attn
     assert getattr(windowed, "sliding_window", None) is None, "a sliding window"

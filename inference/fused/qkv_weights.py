@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...runtime import stock_class
 from ..live_model.patches import Patches
 
 
@@ -59,7 +58,7 @@ def stacked_bytes(model: nn.Module, itemsize: int) -> int:
 def _qkv_linears(module: nn.Module) -> list[Any]:
     """Return a module's three projections if it has them and they are plain, else nothing."""
     linears = [module._modules.get(name) for name in ("q_proj", "k_proj", "v_proj")]
-    return linears if all(stock_class(linear) is nn.Linear for linear in linears) else []
+    return linears if all(type(linear) is nn.Linear for linear in linears) else []
 
 
 class _Stack:

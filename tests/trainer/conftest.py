@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-
 import pytest
-import torch
 import torch.distributed as dist
 from nopad.trainer.monitoring import preflight
-from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 
 @pytest.fixture(scope="module")
@@ -53,27 +47,3 @@ def description(model, collator, *settings) -> str:
 
 def hooks(module):
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
-
-
-@pytest.fixture
-def emulated_fp8(monkeypatch):
-    """Run fp8 products on a CPU, in small layers too; graphs are traced, but not compiled."""
-    pytest.importorskip("torchao")
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    def emulated_linear():
-        config = Float8LinearConfig.from_recipe_name("rowwise")
-        linear = nn.Linear(16, 16, device="meta")
-        config = dataclasses.replace(config, emulate=True)
-        return convert_to_float8_training(linear, config=config)
-
-    names = "compile_layers", "fp8"
-    modules = [importlib.import_module(f"nopad.trainer.layers.{name}") for name in names]
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(modules[0], "recompute_backend", counter)
-    monkeypatch.setattr(modules[1], "rowwise_linear", emulated_linear)
-    monkeypatch.setattr(modules[1], "why_not_device", lambda device: "")
-    monkeypatch.setattr(modules[1], "MIN_WEIGHTS", 32 * 32)
-    yield counter
-    torch._dynamo.reset()

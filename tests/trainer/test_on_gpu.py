@@ -18,8 +18,7 @@ from nopad.packing import PackedDataset
 from nopad.runtime import gather_rng_states, load_rng_states
 from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring.packing_check import measure_leak
-from nopad.trainer.with_hf import PackedTrainer
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 pytestmark = pytest.mark.gpu
@@ -77,30 +76,6 @@ def test_a_mixed_precision_step_is_that_of_samples_one_by_one(attention, option,
     assert "leak check 0.0" in banner
     is_compiled = attention == "nopad" and option != "torch_compile"
     assert ("compiled layers" in banner) == is_compiled
-
-
-def losses(folder, **options) -> list[float]:
-    """Train 20 steps on a model whose larger products fp8 takes, and return their losses."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 512, "hidden_size": 2048, "intermediate_size": 4096}
-    heads = {"num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 4}
-    trained = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation="nopad"))
-    args = TrainingArguments(
-        str(folder), max_steps=20, bf16=True, logging_steps=1, learning_rate=3e-4, report_to=[],
-        save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    data = PackedDataset([row["input_ids"] for row in tiny_run.samples(200)], budget=512, seed=3)
-    trainer = PackedTrainer(trained, args, train_dataset=data, **options)
-    trainer.train()
-    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
-
-
-def test_losses_in_fp8_are_those_in_bf16_but_for_rounding(tmp_path, capsys):
-    pytest.importorskip("torchao")
-    bf16, fp8 = losses(tmp_path), losses(tmp_path, fp8=True)
-    assert "compiled layers with fp8 products" in capsys.readouterr().out
-    assert bf16[0] - bf16[-1] > 0.5 and bf16 != fp8
-    assert max(abs(a - b) for a, b in zip(bf16, fp8, strict=True)) < 0.1
 
 
 def test_random_numbers_of_the_gpu_go_on_where_a_checkpoint_was_taken():

@@ -157,13 +157,12 @@ class CompiledForward:
 
 def _runs_eagerly() -> bool:
     """Whether this forward needs stock layers: in an outer graph, or for what no graph returns."""
-    return torch.compiler.is_compiling() or wants_other_outputs() or function_mode_active()
-
-
-def function_mode_active() -> bool:
-    """Whether torch's functions are replaced, as in batch-invariant mode."""
-    modes = torch.overrides._get_current_function_mode_stack()
-    return any(not isinstance(mode, DeviceContext) for mode in modes)
+    modes = torch.overrides._get_current_function_mode_stack()  # as in batch-invariant mode
+    return (
+        torch.compiler.is_compiling()
+        or wants_other_outputs()
+        or any(not isinstance(mode, DeviceContext) for mode in modes)
+    )
 
 
 def _bind(stock: Callable) -> Callable:

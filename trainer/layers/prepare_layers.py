@@ -4,8 +4,6 @@
     "compiled"    compiled, or an error that says why not
     "stock"       the model's own
 
-Compiled layers may multiply in fp8.
-
 The choice depends on model, machine and settings, never on timings. Checkpoints hold it, and a
 resumed run keeps it: compiled layers round differently.
 """
@@ -27,26 +25,21 @@ from ..banner import print_banner
 from .class_swap import SwappedLayers
 from .compile_layers import CompiledForward, compile_with, compiled_forward, why_not_compiled
 from .experts import group_experts
-from .fp8 import use_fp8, uses_fp8, why_not_fp8
 
-COMPILED, STOCK, FP8 = "compiled", "stock", "fp8"
+COMPILED, STOCK = "compiled", "stock"
 LAYERS = "auto", COMPILED, STOCK
 
 
 class PreparedLayers:
     """The layers that a model trains with."""
 
-    def __init__(
-        self, swapped: SwappedLayers, note: str = "", forward: Any = None, fp8: bool = False
-    ):
-        self.swapped, self._note, self._forward, self._fp8 = swapped, note, forward, fp8
+    def __init__(self, swapped: SwappedLayers, note: str = "", forward: Any = None):
+        self.swapped, self._note, self._forward = swapped, note, forward
 
     @property
     def way(self) -> str:
-        """Say what they are: "compiled", "stock", or "fp8", which are compiled too."""
-        if self._forward is None or self._forward.failure:
-            return STOCK
-        return FP8 if self._fp8 else COMPILED
+        """Say what they are: "compiled" or "stock"."""
+        return STOCK if self._forward is None or self._forward.failure else COMPILED
 
     def describe(self) -> str:
         """Return a phrase for the banner.
@@ -56,8 +49,7 @@ class PreparedLayers:
         """
         failure = "" if self._forward is None else self._forward.failure
         note = f"torch.compile failed: {failure}" if failure else self._note
-        layers = f"{COMPILED} layers with fp8 products" if self.way == FP8 else f"{self.way} layers"
-        return layers + (f" ({note})" if note else "")
+        return f"{self.way} layers" + (f" ({note})" if note else "")
 
 
 def prepare_layers(
@@ -65,7 +57,6 @@ def prepare_layers(
     device: torch.device,
     layers: str = "auto",
     *,
-    fp8: bool | None = None,
     saved: str | None = None,
     obstacle: str = "",
     layout: Layout | None = None,
@@ -78,64 +69,35 @@ def prepare_layers(
         model: a causal LM of Transformers.
         device: the one on which it will train.
         layers: "auto", "compiled" or "stock".
-        fp8: multiply in fp8 while training; None: as the checkpoint that is resumed did.
         saved: what the checkpoint was trained with, for a run that is resumed.
         obstacle: why this trainer cannot compile them; "" if it can.
         layout: the ranks that share rows or weights.
     """
     if layers not in LAYERS:
         raise ValueError(f"layers={layers!r}: use one of {', '.join(map(repr, LAYERS))}")
-    if compiled_forward(model) is not None:
-        return _compiled_already(model, device, layers, fp8, saved)
+    swapped = SwappedLayers()
+    if (forward := compiled_forward(model)) is not None:  # by an earlier call
+        if layers == STOCK:
+            raise ValueError(
+                "layers='stock', but the layers of this model are compiled already: call undo() of "
+                "the result of compile_layers, or of the earlier trainer's prepared_layers.swapped"
+            )
+        return PreparedLayers(swapped, choose(COMPILED, saved, "", device.type)[1], forward)
     obstacle = obstacle or why_not_compiled(model) or _missing(model, device, layout or Layout())
     if layers == COMPILED and obstacle:
         raise ValueError(f"layers='compiled': {obstacle}; use layers='auto'")
-    fp8_obstacle, asked = "", fp8
-    if fp8 or (fp8 is None and saved == FP8 and layers != STOCK):
-        stock = "only compiled layers are faster in fp8" if layers == STOCK else ""
-        fp8_obstacle = stock or obstacle or why_not_fp8(model, device)
-        fp8 = not fp8_obstacle
-    if asked and fp8_obstacle:
-        raise ValueError(f"fp8=True: {fp8_obstacle}; omit fp8")
-    way, note = choose(layers, saved, obstacle, device.type, bool(fp8))
-    if fp8_obstacle and not obstacle:
-        note = f"{fp8_obstacle}; {note}"
-    swapped, forward = SwappedLayers(), None
-    if way != STOCK:
-        forward = CompiledForward({}, falls_back=layers != COMPILED and way != FP8)
+    way, note = choose(layers, saved, obstacle, device.type)
+    if way == COMPILED:
+        forward = CompiledForward({}, falls_back=layers != COMPILED)
         swapped = compile_with(forward, model, device)
-        if way == FP8:
-            use_fp8(model, swapped)
         if device.type == "cuda":
             print_banner(["compiling layers: up to a minute for the first step, less once cached"])
     elif layers != STOCK and device.type == "cuda":
         group_experts(model, swapped, device)
-    return PreparedLayers(swapped, note, forward, way == FP8)
+    return PreparedLayers(swapped, note, forward)
 
 
-def _compiled_already(
-    model: nn.Module, device: torch.device, layers: str, fp8: bool | None, saved: str | None
-) -> PreparedLayers:
-    """Keep the layers as an earlier call has compiled them; raise if others are wanted."""
-    has_fp8 = uses_fp8(model)
-    undo = "call undo() of the result of compile_layers, or of the earlier trainer's "
-    undo += "prepared_layers.swapped"
-    if layers == STOCK:
-        raise ValueError(
-            f"layers='stock', but the layers of this model are compiled already: {undo}"
-        )
-    if fp8 not in (None, has_fp8):
-        now = "with" if has_fp8 else "without"
-        raise ValueError(
-            f"fp8={fp8}, but the layers of this model are compiled already, {now} fp8: {undo}"
-        )
-    note = choose(COMPILED, saved, "", device.type, has_fp8)[1]
-    return PreparedLayers(SwappedLayers(), note, compiled_forward(model), has_fp8)
-
-
-def choose(
-    layers: str, saved: str | None, obstacle: str, device: str, fp8: bool = False
-) -> tuple[str, str]:
+def choose(layers: str, saved: str | None, obstacle: str, device: str) -> tuple[str, str]:
     """Return the layers to train with, and a note on them.
 
     >>> choose("auto", None, "", "cuda"), choose("auto", None, "", "cpu")
@@ -145,10 +107,8 @@ def choose(
     """
     way, notes = layers, []
     if layers == "auto":
-        compiles = fp8 or (device == "cuda" if saved is None else saved != STOCK)
-        way = COMPILED if compiles and not obstacle else STOCK
+        way = STOCK if obstacle else saved or (COMPILED if device == "cuda" else STOCK)
         notes = [obstacle] if obstacle and device == "cuda" else []
-    way = FP8 if way == COMPILED and fp8 else way
     if saved not in (None, way):
         notes.append(f"the checkpoint was trained with {saved} layers")
     return way, "; ".join(notes)
@@ -157,12 +117,10 @@ def choose(
 def trained_layers(prepared: Iterable[PreparedLayers], saved: str | None) -> str | None:
     """Return what a checkpoint says of the layers of all models: compiled if those of one are.
 
-    In fp8 alike.
-
     saved: of the run that was loaded, if no model is prepared yet.
     """
-    ways = {layers.way for layers in prepared}
-    return next((way for way in (FP8, COMPILED, STOCK) if way in ways), saved)
+    ways = [layers.way for layers in prepared]
+    return (COMPILED if COMPILED in ways else STOCK) if ways else saved
 
 
 def _missing(model: Any, device: torch.device, layout: Layout) -> str:
