@@ -186,7 +186,7 @@ def test_lengths_of_drafts_follow_the_chances(monkeypatch):
 
 
 def test_a_slow_step_with_few_drafts_does_not_rule_out_more():
-    """A step with drafts waits for the host: the size of a draft is the smaller part of its time."""
+    """A step with drafts waits for the host, whatever their number."""
     times, plain = StepTimes(), 0.9
     for end in range(5):
         times.record(8, 16, 2.2 * end)
