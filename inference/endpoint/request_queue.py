@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 Result = StreamEvent | ApiError
 _MIN_STEPS = 4
+_MAX_SLACK = 2.0
 
 
 @dataclass(eq=False, slots=True)
@@ -119,6 +120,8 @@ class RequestQueue:
         self._step_times: deque[float] = deque(maxlen=100)
         self.step_seconds = 0.0
         """Median time of the newest steps; 0 before there are a few."""
+        self._slack = 1.0
+        """How much longer than expected windows took lately: prompts, batches, other threads."""
 
     @property
     def num_waiting(self) -> int:
@@ -157,7 +160,7 @@ class RequestQueue:
         num_prompt_tokens = len(request.prompt["input_ids"])
         num_prefills = -(-num_prompt_tokens // self._engine.max_num_batched_tokens)
         num_steps = request.params.max_tokens + num_prefills
-        return num_steps * self.step_seconds
+        return num_steps * self.step_seconds * self._slack
 
     def is_due(self) -> bool:
         """Return whether the time of the request that has waited longest is saved up."""
@@ -185,11 +188,15 @@ class RequestQueue:
                 return float("inf")
             return min(share.saved(), share.max_pause - (time.monotonic() - start))
 
-        self._admit_waiting(seconds_left())
+        expected = self._admit_waiting(seconds_left())
         while self._running:
             self._run_step()
-            self._admit_waiting(seconds_left())
+            more = self._admit_waiting(seconds_left())
+            expected = max(expected, more and time.monotonic() - start + more)
             self.abort_cancelled()
+        if expected:
+            ratio = self._slack * (time.monotonic() - start) / expected
+            self._slack = min(max(ratio, 1 + 0.9 * (self._slack - 1)), _MAX_SLACK)
 
     def close(self) -> None:
         """Refuse new requests and those that did not finish."""
@@ -201,16 +208,17 @@ class RequestQueue:
         error = ApiError(503, "the server is shutting down", 1)
         self._deliver([(request, error) for request in refused])
 
-    def _admit_waiting(self, seconds: float) -> None:
-        """Admit the requests that are expected to take at most this time."""
+    def _admit_waiting(self, seconds: float) -> float:
+        """Admit the requests expected to take at most this time; return the longest one's."""
         if not self._waiting:
-            return
+            return 0.0
         with self._lock:
             waiting = [request for request in self._waiting if not request.is_cancelled]
             admitted = [r for r in waiting if self.expected_seconds(r) <= seconds]
             self._waiting = deque(r for r in waiting if r not in admitted)
         for request in admitted:
             self._admit(request)
+        return max(map(self.expected_seconds, admitted), default=0.0)
 
     def _admit(self, request: ServedRequest) -> None:
         seconds = request.expires - time.monotonic()

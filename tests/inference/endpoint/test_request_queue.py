@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from nopad.inference.endpoint import request_queue
 from nopad.inference.endpoint.request_queue import TimeShare
 from nopad.trainer.evaluation.live_requests import answer_requests
 from served import complete, running, until
@@ -94,6 +95,20 @@ def test_a_request_that_would_stop_the_training_for_long_is_refused(paused, monk
         until(lambda: paused._queue.num_waiting == 1)
         paused.run_requests(2)
         assert short.result().json()["training_step"] == 2
+
+
+def test_windows_that_took_too_long_make_later_requests_seem_longer(paused, monkeypatch):
+    queue = paused._queue
+    monkeypatch.setattr(request_queue, "_MIN_STEPS", 10**9)  # the time of a step stays as set
+    monkeypatch.setattr(queue, "_slack", 1.0)
+    with ThreadPoolExecutor() as pool:
+        for step_seconds, slack in ((1e-9, 2.0), (0.2, 1.9), (0.2, 1.81)):
+            monkeypatch.setattr(queue, "step_seconds", step_seconds)
+            call = pool.submit(complete, paused)
+            until(lambda: queue.num_waiting == 1)
+            paused.run_requests(1)
+            assert call.result().status_code == 200
+            assert queue._slack == pytest.approx(slack)
 
 
 def test_a_slow_first_step_does_not_refuse_later_requests():
