@@ -46,12 +46,13 @@ def main(argv: list[str]) -> int:
     if manifest is None:
         out.print(f"part {args.part[0]} of {args.part[1]} is in {printable(args.out)}")
         return 0
+    count = len(manifest["shards"])
     out.print(
         f"{manifest['documents']:,} documents, {manifest['tokens']:,} tokens in "
-        f"{len(manifest['shards']):,} shards: {printable(args.out)}"
+        f"{count:,} shard{'s' * (count != 1)}: {printable(args.out)}"
     )
     if manifest["skipped"]["rows"]:
-        first = printable(manifest["skipped"]["reasons"][0])
+        first = printable(as_cli_message(manifest["skipped"]["reasons"][0]))
         out.print(f"{manifest['skipped']['rows']:,} rows skipped; the first: {first}")
     return 0
 

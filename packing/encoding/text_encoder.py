@@ -117,7 +117,8 @@ def choose_encoder(
                 return encoder, "; ".join([*reasons, f"encoding with {library}"])
             reasons.append(f"{library} gives other ids")
         except ImportError:
-            reasons.append(f"{library} is not installed, which would be faster")
+            install = f'pip install "nopad[{library}]"'
+            reasons.append(f"{library} would be faster, but is not installed ({install})")
         except Exception as error:  # libraries raise their own errors on tokenizers they lack
             reason = " ".join(str(error).split())[:80]
             reasons.append(f"{library} cannot load the tokenizer ({reason})")

@@ -21,7 +21,7 @@ def saved(tmp_path):
 def test_tokens_are_written_inspected_and_verified(saved, tmp_path, capsys):
     tokenizer, rows, out = saved
     assert main(["tokenize", rows, "--tokenizer", tokenizer, "--out", out]) == 0
-    assert "30 documents, 330 tokens in 1 shards" in capsys.readouterr().out
+    assert "30 documents, 330 tokens in 1 shard:" in capsys.readouterr().out
     assert main(["inspect", out, "--budget", "64", "--verify"]) == 0
     shown = capsys.readouterr().out
     assert "330 tokens of rows.jsonl in 1 shards of uint16, vocabulary 5, eos 0" in shown
@@ -50,3 +50,14 @@ def test_a_fault_is_one_line_with_the_option(saved, capsys):
     _, rows, out = saved
     assert main(["tokenize", rows, "--out", out]) == 2
     assert "a row of text needs a tokenizer: pass --tokenizer" in capsys.readouterr().err
+
+
+def test_skipped_rows_are_counted_with_the_option_that_helps(saved, tmp_path, capsys):
+    tokenizer, rows, out = saved
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"question": "a", "answer": "b"}\n')
+    command = ["tokenize", rows, "--tokenizer", tokenizer, "--out", out, "--on-error", "skip"]
+    assert main(command) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1 rows skipped; the first: rows.jsonl, line 31: " in shown
+    assert "--text-column" in shown and "text_column=" not in shown
