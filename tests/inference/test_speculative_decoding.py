@@ -1,4 +1,4 @@
-"""An engine with `speculate` gives what one without gives, for every parameter (B4)."""
+"""An engine with `speculate` gives what one without gives, for every parameter (B26)."""
 
 from __future__ import annotations
 
