@@ -82,7 +82,8 @@ def run_updates(folder: Path, tiny: bool) -> None:
     }
     dtypes = (None,) if device == "cpu" else (None, torch.bfloat16)
     for dtype, source in product(dtypes, ("history", "ngram")):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model.to(device)
         shared: dict[str, Any] = {"memory": 4 << 30} if device == "cuda" else {}
         plain = Engine(model, tokenizer, dtype=dtype, **shared)
         speculating = Engine(model, tokenizer, dtype=dtype, speculate=source, **shared)
@@ -103,6 +104,8 @@ def run_updates(folder: Path, tiny: bool) -> None:
 def repeat_evaluation(model, tokenizer, engines, prompts, params, count: int) -> dict[str, Any]:
     """Evaluate with both engines, train, and repeat; the first two evaluations warm up."""
     plain, speculating = engines
+    want: Any
+    got: Any
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5)
     start = [p.detach().clone() for p in model.parameters()]
     times: list[tuple[float, float]] = []
@@ -148,7 +151,7 @@ def train(model, tokenizer, engine, prompts, optimizer, steps: int = 4) -> None:
 
 
 def run_forced(tiny: bool) -> None:
-    model = sure_of_itself(llama_cpu() if tiny else llama_1b())
+    model: Any = sure_of_itself(llama_cpu() if tiny else llama_1b())
     memory = {} if tiny else {"memory": 24 << 30}
     batches, new, repeats = ((1, 4), 32, 1) if tiny else ((1, 8, 64, 256), 200, 3)
     plain, speculating = Engine(model, **memory), Engine(model, speculate="history", **memory)
@@ -186,13 +189,13 @@ def run_forced(tiny: bool) -> None:
             )  # fmt: skip
 
 
-def time_fresh(engine: Engine, prompts, params):
+def time_fresh(engine: Engine, prompts, params) -> tuple[float, Any]:
     """Return the seconds of a call without cached prefixes, and its completions."""
     engine.reset_prefix_cache()
     return timed(lambda: engine.generate(prompts, params))
 
 
-def sure_of_itself(model):
+def sure_of_itself(model: Any) -> Any:
     """Make the next token depend on the newest alone, with a margin far above rounding.
 
     Random weights choose between near ties: completions would differ by rounding, and the part of
@@ -214,7 +217,8 @@ def sure_of_itself(model):
 
 def force_drafts(engine: Engine, completions, acceptance: float, rng, vocab_size: int) -> None:
     """Make the engine draft these completions, with a part of the tokens replaced."""
-    history = engine._session._speculation._history
+    speculation: Any = engine._session._speculation
+    history = speculation._history
     for completion in completions:
         tokens = [
             token if rng.random() < acceptance else rng.randrange(1, vocab_size)

@@ -115,20 +115,11 @@ class Engine:
             model, tokenizer = load_pretrained(model, tokenizer, check_dtype(dtype))
         self._model = check_model(unwrap_model(model))
         settings = resolve_settings(
-            self._model,
-            memory=memory,
-            page_size=page_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            max_waiting=max_waiting,
-            target_itl=target_itl,
-            keep_memory=keep_memory,
-            dtype=dtype,
-            cuda_graphs=cuda_graphs,
-            speculate=speculate,
-            debug=debug,
-        )
+            self._model, memory=memory, page_size=page_size, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
+            max_waiting=max_waiting, target_itl=target_itl, keep_memory=keep_memory, dtype=dtype,
+            cuda_graphs=cuda_graphs, speculate=speculate, debug=debug,
+        )  # fmt: skip
         self._tokenizer = TokenizerAdapter(self._model, tokenizer)
         longest, reason = settings.max_model_len, settings.max_model_len_reason
         self._builder = RequestBuilder(self._tokenizer, check_seed(seed), longest, reason)

@@ -106,25 +106,16 @@ def build_executor(
     cache = _build_cache(model, settings, key.kv_dtype, device, budget - state_bytes, num_rows)
     record_engine_bytes(cache.num_pages * cache.page_bytes + state_bytes, device)
     scheduler = Scheduler(
-        PageAllocator(cache.num_pages, settings.page_size),
-        max_num_seqs=num_rows,
+        PageAllocator(cache.num_pages, settings.page_size), max_num_seqs=num_rows,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_model_len=settings.max_model_len,
-        max_waiting=settings.max_waiting,
-        has_states=bool(stateful),
-        trace=trace,
-    )
+        max_model_len=settings.max_model_len, max_waiting=settings.max_waiting,
+        has_states=bool(stateful), trace=trace,
+    )  # fmt: skip
     runner = ModelRunner(
-        model,
-        cache,
-        num_rows,
-        stats,
-        device,
-        graph_budget,
-        settings.max_model_len,
+        model, cache, num_rows, stats, device, graph_budget, settings.max_model_len,
         tokens_ahead=0 if settings.target_itl is None else settings.max_num_batched_tokens,
         states=states,
-    )
+    )  # fmt: skip
     checker = CacheChecker(cache.num_pages, settings.page_size) if settings.debug else None
     costs = StepCosts(settings.target_itl, settings.max_tokens_while_decoding)
     loop = StepLoop(scheduler, runner, stats, cache_checker=checker, costs=costs)

@@ -124,16 +124,9 @@ class ModelRunner:
     def _forward(self, step: Step) -> Tensor:
         """Return the logits [R, V] of the rows to sample or score."""
         ids, positions, cu_seqlens, seq_lens, table, kv_slots, indices = self._transfer.to_device(
-            [
-                step.token_ids,
-                step.positions,
-                step.cu_seqlens,
-                step.seq_lens,
-                step.page_table,
-                step.kv_slots,
-                step.logits_indices,
-            ]
-        )
+            [step.token_ids, step.positions, step.cu_seqlens, step.seq_lens, step.page_table,
+             step.kv_slots, step.logits_indices]
+        )  # fmt: skip
         pages = Pages(self.cache, table, seq_lens, kv_slots, step.max_seq_len)
         varlen = Varlen(cu_seqlens, step.max_query_len, pages)
         with self._states_of(step):

@@ -71,9 +71,7 @@ class StepLoop:
         self._cache_checker = cache_checker
         # The checker follows token ids, so it needs every one on the host.
         self._lookahead = 0 if cache_checker is not None else runner.lookahead
-        self._in_flight: deque[tuple[Step, Callable[[], StepOutput], SchedulerOutput, float]] = (
-            deque()
-        )
+        self._in_flight = deque[tuple[Step, Callable[[], StepOutput], SchedulerOutput, float]]()
         """Each with the function that reads its results, its plan and the time of its launch."""
 
     @property
@@ -147,7 +145,7 @@ class StepLoop:
                 read = self._runner.launch(step)
                 self._in_flight.append((step, read, plan, self.clock()))
             except OutOfMemory:
-                if not has_drafts or not speculation.discard(plan):
+                if speculation is None or not speculation.discard(plan):
                     scheduler.reduce_load(len(step.token_ids))
                 return updated + self.drain()
             scheduler.commit(plan)
@@ -164,11 +162,7 @@ class StepLoop:
         return self.costs.max_tokens(self._runner.step_sizes)
 
     def _receive(
-        self,
-        step: Step,
-        read: Callable[[], StepOutput],
-        plan: SchedulerOutput,
-        launched_at: float,
+        self, step: Step, read: Callable[[], StepOutput], plan: SchedulerOutput, launched_at: float
     ) -> list[Request]:
         """Read the results of a step; drop the tokens of requests that ended meanwhile."""
         output, now = read(), self.clock()

@@ -43,6 +43,8 @@ _FIRST_GUESS = 0.6
 _MAX_HIT_RATE = 0.98
 _MEMORY = 0.9
 """Weight of a request's earlier hits, at each update."""
+_SEARCH_INTERVAL = 8
+"""Plain steps until a draft is searched again where there was none."""
 _LOOK_INTERVAL, _MAX_LOOK_INTERVAL = 16, 64
 """Plain steps until the hit rate is looked at again; doubled while drafts do not pay."""
 _MIN_SAMPLES = 3
@@ -230,16 +232,15 @@ class Speculation:
         self._wait = 0
         """Steps until drafts are considered again."""
         self._look_interval = _LOOK_INTERVAL
+        self._seen: set[int] = set()
+        """Ids of the requests that had no draft when one was searched."""
         self._max_rows = MAX_LOGIT_ROWS
         self._num_drafted_steps = 0
 
     def is_due(self, running: list[Request]) -> bool:
         """Return whether to read the steps in flight, because drafts would pay."""
-        self._wait -= 1
-        if self._wait > 0:
-            return False
         decoding = [r for r in running if r.output_token_ids]
-        return bool(decoding) and any(self._draft_lengths(decoding, self._max_rows))
+        return self._is_time(decoding) and any(self._draft_lengths(decoding, self._max_rows))
 
     def add_drafts(
         self, plan: SchedulerOutput, scheduler: Scheduler, max_tokens: int | None
@@ -248,9 +249,8 @@ class Speculation:
 
         No step may be in flight. max_tokens: a lower limit than the scheduler's own.
         """
-        self._wait -= 1
         decoding = [r for r in plan.requests if r.num_scheduled == 1 and r.output_token_ids]
-        if self._wait > 0 or not decoding:
+        if not self._is_time(decoding):
             return False
         limit = scheduler.max_num_batched_tokens
         tokens_left = min(limit, max_tokens or limit) - sum(r.num_scheduled for r in plan.requests)
@@ -305,11 +305,18 @@ class Speculation:
             prompt = prompt_hash(request.prompt_token_ids)
             self._history.add(prompt, request.seed, request.output_token_ids)
 
+    def _is_time(self, decoding: list[Request]) -> bool:
+        """Return whether to consider drafts at this step."""
+        self._wait -= 1
+        if self._seen and any(request.id not in self._seen for request in decoding):
+            self._wait = 0
+        return self._wait <= 0 and bool(decoding)
+
     def _draft_lengths(self, decoding: list[Request], max_rows: int) -> list[int]:
         """Return the number of draft tokens of each request that decodes; all 0: no drafts."""
         none, num_requests = [0] * len(decoding), len(decoding)
         texts = self._follow(decoding)
-        self._wait = self._look_interval
+        self._wait, self._seen = self._look_interval, set()
         plain = self._times.plain(num_requests)
         if plain is None:
             self._wait = 1 + _MIN_SAMPLES
@@ -318,6 +325,9 @@ class Speculation:
         chances = self._chances(decoding, texts, longest)
         order = np.argsort(-chances, axis=None, kind="stable")
         order = order[: np.count_nonzero(chances)]
+        if not len(order):
+            self._wait, self._seen = _SEARCH_INTERVAL, {request.id for request in decoding}
+            return none
         expected = np.cumsum(chances.ravel()[order])
         best, num_drafted = _MIN_GAIN * num_requests / plain, 0
         for num_rows, seconds in self._times.drafted(num_requests, plain):

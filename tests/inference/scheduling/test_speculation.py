@@ -1,4 +1,4 @@
-"""Drafts change how many tokens a step yields, never which: speculate ≡ not (B4)."""
+"""Drafts change how many tokens a step yields, never which: speculate ≡ not (B26)."""
 
 from __future__ import annotations
 
