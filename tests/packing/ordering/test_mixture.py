@@ -459,7 +459,11 @@ def test_padding_between_samples_has_no_share_in_a_stream(tmp_path):
         (tmp_path / f"{source}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pairs = [(str(tmp_path / f"{source}.jsonl"), weights[source]) for source in range(2)]
     data = PackedDataset(pairs, budget=64, pad_to_multiple_of=8, pretokenize=False, shards=1)
-    tokens = np.zeros(2)
+    tokens, farthest = np.zeros(2), 0.0
     for pack in data:
         np.add.at(tokens, np.repeat(pack.sources, pack.lengths), pack.tokens)  # padding is 0
+        seen, part = tokens.sum(), min(tokens.sum(), 4000)
+        wanted = 0.9 * part - 0.8 * part**2 / 8000 + 0.1 * (seen - part)
+        farthest = max(farthest, abs(tokens[0] - wanted))
     assert data.report()["shares"] == pytest.approx(tokens / tokens.sum())
+    assert farthest <= 64 + 13
