@@ -124,7 +124,9 @@ def _parser() -> argparse.ArgumentParser:
         help="subtracted once for each time a token was generated")  # fmt: skip
     add("--repetition-penalty", type=float, default=1.0,
         help="above 1, makes tokens of the prompt and output less likely")  # fmt: skip
-    add("--seed", type=int, default=0, help="seed of the sampling")
+    add("--seed", type=int, default=0,
+        help="seed of the run, as Engine(seed=): each prompt draws its own numbers, also one that "
+        "is given twice; a row's own \"seed\" is that of SamplingParams (default: 0)")  # fmt: skip
     add("--n", type=int, default=1, help="completions per prompt")
     add("--logprobs", type=count, help="write log-probabilities, and this many alternatives")
     add("--deadline", type=number_above_0, help="seconds after which requests return unfinished")

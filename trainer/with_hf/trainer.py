@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
     Trainer,
@@ -585,6 +586,13 @@ class PackedTrainerMixin(IntactCheckpointMixin):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.finite_check.may_save(self.model, f"step {self.state.global_step}"):
             super()._save_checkpoint(model, trial)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.processing_class is None and self.train_dataset is not None:
+            tokenizer = self.train_dataset.encoder.tokenizer
+            if isinstance(tokenizer, PreTrainedTokenizerBase):  # `nopad generate` needs it
+                tokenizer.save_pretrained(output_dir or self.args.output_dir)
 
     def _save_data_state(self, folder: Path) -> None:
         if self._loader is not None:

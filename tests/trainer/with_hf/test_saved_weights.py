@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import tiny_run
 import torch
+from char_words import char_tokenizer
+from nopad.packing import PackedDataset
 from nopad.trainer.with_hf import PackedTrainer
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 
 def train(folder, model, eval_dataset=None, **settings):
@@ -47,3 +49,13 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path):
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks 1 weights of the model, such as model\.norm"):
         train(tmp_path, tiny_run.model()).train(str(tmp_path / "checkpoint-1"))
+
+
+def test_a_checkpoint_has_the_tokenizer_of_the_data(tmp_path):
+    tokenizer = char_tokenizer()
+    data = PackedDataset([{"text": "abcdefgh"}] * 9, tokenizer=tokenizer, budget=16)
+    run = train(tmp_path, tiny_run.model())
+    run.train_dataset = data
+    run.train()
+    saved = AutoTokenizer.from_pretrained(tmp_path / "checkpoint-3")
+    assert saved("abc").input_ids == tokenizer("abc").input_ids
