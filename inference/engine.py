@@ -349,8 +349,6 @@ class Engine:
         self._runner.fail_all("the engine was released while the request was active")
         self._session.release()
 
-    # --- below: what the calls above share ---
-
     @property
     def _executor(self) -> Executor | None:
         return self._session.executor

@@ -1,4 +1,4 @@
-"""The protocol of a backend, the functions that its module has; and what several of them share."""
+"""What the module of a backend defines, and helpers that several backends share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoder layers compiled by torch.compile: one graph for all layers of a kind and all steps.
+"""Decoder layers compiled for generation: one graph for all layers of a kind and all steps.
 
     step ─▶ embedding ─▶ [ norm, products, rotary │ attention: one operator │ … ] × layers ─▶ logits
 

@@ -1,4 +1,4 @@
-"""`Harness`: run lm-evaluation-harness tasks on a live model, through the LM of `engine_lm.py`.
+"""`Harness`: run lm-evaluation-harness tasks on a live model.
 
     tasks ─▶ requests ─▶ EngineLM ─▶ DataParallelEngine ─▶ Engine ─▶ answers ─▶ metrics
 

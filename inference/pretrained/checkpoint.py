@@ -1,4 +1,4 @@
-"""Names of checkpoints: folders, LoRA adapters, names on the hub; errors about them in one line."""
+"""Resolve the name of a checkpoint: a folder, a LoRA adapter, a name on the hub; load nothing."""
 
 from __future__ import annotations
 

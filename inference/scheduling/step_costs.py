@@ -70,7 +70,7 @@ class StepCosts:
         if self.target_itl is not None:
             tokens = self.tokens_within(self.target_itl)
         if tokens is None:
-            # Without a graph a step takes long, however few tokens it has.
+            # Only captured steps are capped: the time of an eager one hardly depends on its tokens.
             return limit if limit is not None and sizes and limit <= sizes[-1] else None
         if not sizes or tokens > sizes[-1]:
             return tokens

@@ -1,4 +1,4 @@
-"""Full packs of segments that meet by chance: the strategy `best_fit`.
+"""The strategy `best_fit`: packs of segments that chance brings together and length completes.
 
     pending ─┐
              ├─▶ a window of `pool` ─▶ packs, in random order ─┬─▶ emitted

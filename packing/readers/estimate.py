@@ -1,4 +1,4 @@
-"""Estimate the packs of a stream before it is read, and the report of a long plan.
+"""Estimates from a few documents: the packs of an unread stream, the report of a long plan.
 
     first rows of a source ─▶ tokens of a row ─┐
     rows of it, or its bytes ─▶ rows ──────────┴─▶ lengths of a shard ─▶ planned packs · shards

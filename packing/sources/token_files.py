@@ -1,4 +1,4 @@
-"""Files of ready tokens: flat uint16/uint32 files, and Megatron's .bin/.idx.
+"""Read files of ready tokens (flat uint16/uint32, Megatron's .bin/.idx), and write Megatron's.
 
 Local files are memory-mapped, remote ones are read in ranges. A remote flat file is read completely
 once to find its documents; with Megatron's index this is not needed.

@@ -359,7 +359,7 @@ class PackedLoader:
             yield self.to_device({**batch, **extra})
 
     def _items(self, step: StepBatches) -> float:
-        """Return the loss weight of a step over all ranks, per micro-batch and replica.
+        """Return what each micro-batch divides by: the step's loss weight / (batches x replicas).
 
         A number, not a tensor: FSDP casts tensors of floats to bf16, 16358 to 16384.
         """
