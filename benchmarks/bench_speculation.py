@@ -152,7 +152,7 @@ def train(model, tokenizer, engine, prompts, optimizer, steps: int = 4) -> None:
 
 def run_forced(tiny: bool) -> None:
     model: Any = sure_of_itself(llama_cpu() if tiny else llama_1b())
-    memory = {} if tiny else {"memory": 24 << 30}
+    memory: dict[str, Any] = {} if tiny else {"memory": 24 << 30}
     batches, new, repeats = ((1, 4), 32, 1) if tiny else ((1, 8, 64, 256), 200, 3)
     plain, speculating = Engine(model, **memory), Engine(model, speculate="history", **memory)
     params = SamplingParams(temperature=0, max_tokens=new)
