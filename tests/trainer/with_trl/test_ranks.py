@@ -12,7 +12,8 @@ import torch
 pytest.importorskip("trl", reason="the trainers are TRL's")
 import trl_child
 
-SHORT = [["grpo", "one", {"max_steps": 2}]]
+SHORT = [["grpo", "one", {"max_steps": 2, "num_generations": 8}]]
+"""Both ranks complete one prompt: only their seeds make their rollouts differ."""
 LONGER = [
     ["grpo", "one", {}],
     ["dpo", "one", {"max_steps": 2}],
