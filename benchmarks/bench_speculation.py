@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from generation.workloads import llama_1b, llama_cpu
 from nopad.inference import Engine, SamplingParams
-from nopad.inference.requests.draws import prompt_hash
 from record import header, shared_dir, timed, write_record
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -168,7 +167,7 @@ def run_forced(tiny: bool) -> None:
         for acceptance in ACCEPTANCE:
             times, differing = [], 0
             for repeat in range(repeats + 2):
-                force_drafts(speculating, want, acceptance, rng, vocab_size)
+                force_drafts(speculating, acceptance, rng, vocab_size)
                 if repeat == 2:
                     speculating.stats.reset()
                 seconds, got = time_fresh(speculating, prompts, params)
@@ -215,17 +214,14 @@ def sure_of_itself(model: Any) -> Any:
     return model
 
 
-def force_drafts(engine: Engine, completions, acceptance: float, rng, vocab_size: int) -> None:
-    """Make the engine draft these completions, with a part of the tokens replaced."""
+def force_drafts(engine: Engine, acceptance: float, rng, vocab_size: int) -> None:
+    """Replace a part of the tokens that the engine will draft: those of earlier completions."""
     speculation: Any = engine._session._speculation
-    history = speculation._history
-    for completion in completions:
-        tokens = [
-            token if rng.random() < acceptance else rng.randrange(1, vocab_size)
-            for token in completion.token_ids
-        ]
-        prompt = torch.tensor(completion.prompt_token_ids).numpy()
-        history.add(prompt_hash(prompt), 0, tokens)
+    for by_seed in speculation._history._by_prompt.values():
+        for tokens in by_seed.values():
+            for index in range(len(tokens)):
+                if rng.random() >= acceptance:
+                    tokens[index] = rng.randrange(1, vocab_size)
 
 
 if __name__ == "__main__":

@@ -86,9 +86,8 @@ class Engine:
         seed: seed of requests without their own. Each call draws fresh random numbers; a repeated
             run draws the same ones.
         cuda_graphs: on a GPU, run steps as CUDA graphs; False saves their memory and capture time.
-        speculate: draft tokens and verify several in one step while that is faster; completions
-            are the same. "ngram" drafts what followed the newest tokens earlier in the request,
-            "history" the earlier completion of the same prompt (evaluations repeat prompts).
+        speculate: verify several drafted tokens in a step where that is faster; completions are the
+            same. Drafts: "ngram", the request's own text; "history", the prompt's last completion.
         debug: check the pages and counters of all requests at every step.
     """
 

@@ -125,8 +125,7 @@ class RequestRunner:
         self._changed = Condition()
         """Notified when calls end, have completions or need a driver."""
         self._entrance = ModelLock()
-        """Held by a thread that waits for these calls to end; later calls start after it, unless
-        the calls cannot end without them."""
+        """Held by a thread that waits for these calls to end; others wait unless they are needed."""
 
     @property
     def loop(self) -> StepLoop:
@@ -266,14 +265,13 @@ class RequestRunner:
             self._report(call)
 
     def _report(self, call: Call) -> None:
-        if not call.num_unreported:
-            return
-        call.is_reporting = True
-        self._notify()
-        try:
-            call.report()
-        finally:
-            call.is_reporting = False
+        if call.num_unreported:
+            call.is_reporting = True
+            self._notify()
+            try:
+                call.report()
+            finally:
+                call.is_reporting = False
 
     def _notify(self) -> None:
         with self._changed:

@@ -135,10 +135,7 @@ class RequestGroup:
         return replace(first, others=tuple(others)) if others else first
 
     def detokenize(self, request: Request) -> int | None:
-        """Decode new tokens if they are needed now, up to the one that completes a stop string.
-
-        Return the number of tokens then, None without a stop string.
-        """
+        """Decode new tokens if they are needed now; return how many reach a stop string, if any."""
         stops = request.params.stop
         if not stops and not (self._streaming and self._tokenizer.has_tokenizer):
             return None

@@ -171,10 +171,8 @@ class StepLoop:
         self.scheduler.on_prefilled(plan.prefilled)
         updated = [] if output.logprob is None else self._store_scores(step, output)
         tokens, counted = output.sampled_token_ids.tolist(), []
-        rows: Sequence[int] = range(len(tokens))
-        if self.speculation is not None:
-            rows = self.speculation.verify(step, tokens, now)
-        for index in rows:
+        speculation = self.speculation
+        for index in speculation.verify(step, tokens, now) if speculation else range(len(tokens)):
             request, token = step.sampled_requests[index], tokens[index]
             if request.finish_reason is not None:
                 continue

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from ...collators import PackedCollator
-from ...packing import Pack, PackedDataset, Sample
+from ...packing import Pack, PackedDataset, Sample, check_flags
 from ...packing.encoding import NO_PACKS
 from ...runtime import (
     HostCopy,
@@ -106,8 +106,7 @@ class PackedLoader:
             raise ValueError(
                 f"accumulation_steps={accumulation_steps!r}: a step needs at least one pack"
             )
-        if not isinstance(drop_last, bool):
-            raise ValueError(f"drop_last={drop_last!r}: pass True or False")
+        check_flags(drop_last=drop_last)
         check_collator(collator)
         self.dataset = dataset
         self.collator = collator or PackedCollator()
