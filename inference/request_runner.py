@@ -125,7 +125,7 @@ class RequestRunner:
         self._changed = Condition()
         """Notified when calls end, have completions or need a driver."""
         self._entrance = ModelLock()
-        """Held by a thread that waits for these calls to end; others wait unless they are needed."""
+        """Held by a thread that waits for these calls to end; others wait, unless needed."""
 
     @property
     def loop(self) -> StepLoop:
