@@ -189,8 +189,10 @@ class _DocumentConvolutions(TorchFunctionMode):
         kwargs = kwargs or {}
         bound = dict(zip(_CONV1D, args, strict=False)) | kwargs
         x, weight = bound.get("input"), bound.get("weight")
-        gap = 0 if func is not torch.conv1d or x is None or weight is None else weight.shape[-1] - 1
-        if not gap or x.shape[-1] != self.tokens or bound.get("padding") not in (gap, (gap,)):
+        if func is not torch.conv1d or x is None or weight is None or x.shape[-1] != self.tokens:
+            return func(*args, **kwargs)
+        gap = weight.shape[-1] - 1
+        if bound.get("padding") not in (gap, (gap,)):
             return func(*args, **kwargs)
         places = self.positions + self.number * gap
         spread = x.new_zeros(*x.shape[:-1], self.tokens + self.documents * gap + gap)

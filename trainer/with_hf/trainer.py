@@ -592,7 +592,7 @@ class PackedTrainerMixin(IntactCheckpointMixin):
         if self.processing_class is None and self.train_dataset is not None:
             tokenizer = self.train_dataset.encoder.tokenizer
             if isinstance(tokenizer, PreTrainedTokenizerBase):  # `nopad generate` needs it
-                tokenizer.save_pretrained(output_dir or self.args.output_dir)
+                tokenizer.save_pretrained(output_dir or str(self.args.output_dir))
 
     def _save_data_state(self, folder: Path) -> None:
         if self._loader is not None:
