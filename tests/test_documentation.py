@@ -94,7 +94,7 @@ def test_the_page_of_families_has_every_type_and_every_cell(monkeypatch):
     table = families.families_table()
     families._verdicts.cache_clear()
     assert "| BLOOM | `bloom` | refused: reason of bloom | refused |" in table
-    assert re.search(r"`olmoe` \| olmoe: \*\*5.92x\*\* speed, 0.06x memory", table)
+    assert re.search(r"`olmoe` \| olmoe: \*\*5.31x\*\* speed, 0.07x memory", table)
     run = {"tokens_per_second": 2000.0, "beyond_training_state_GB": 3.0}
     slow = {"tokens_per_second": 1000.0, "beyond_training_state_GB": 6.0}
     failed = {"error": "OutOfMemoryError: CUDA out of memory"}

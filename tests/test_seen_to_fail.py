@@ -1500,6 +1500,19 @@ FAULTS = {
         "nopad.inference.execution.model_runner",
         "process_logits = lambda logits, *_: logits",
     ),
+    "every draft is accepted": (
+        "inference/test_speculative_decoding.py::test_completions_are_those_without",
+        "nopad.inference.scheduling.speculation",
+        "right = Speculation.verify\n"
+        "def verify(self, step, sampled, now):\n"
+        "    inputs = step.token_ids[step.logits_indices].tolist()\n"
+        "    requests = step.sampled_requests\n"
+        "    for row in range(1, len(sampled)):\n"
+        "        if requests[row] is requests[row - 1]:\n"
+        "            sampled[row - 1] = inputs[row]\n"
+        "    return right(self, step, sampled, now)\n"
+        "Speculation.verify = verify",
+    ),
     "a pack has no boundaries": (
         "trainer/with_trl/test_preference.py", "nopad.trainer.loss.packed_forward",
         "right = unpacked_forward\n"

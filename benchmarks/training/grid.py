@@ -101,6 +101,7 @@ CELLS = {
     "granite-2b": Cell("granite", GRANITE_2B),
     "smollm3-3b": Cell("smollm3", SMOLLM3_3B),
     "qwen3-4b lora": Cell("qwen3", QWEN3_4B, "lora"),
+    "llama-8b, 16 layers": Cell("llama", {**LLAMA_8B, "num_hidden_layers": 16}),
     "llama-8b lora": Cell("llama", LLAMA_8B, "lora"),
     "mistral-7b lora": Cell("mistral", MISTRAL_7B, "lora"),
     "gemma3-4b lora": Cell("gemma3_text", GEMMA3_4B, "lora", attention="sdpa"),

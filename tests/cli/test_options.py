@@ -47,7 +47,7 @@ def test_a_new_file_may_lie_at_home(tmp_path, monkeypatch):
 def test_help_tells_defaults_of_zero_and_leaves_out_what_says_nothing():
     text = re.sub(r"\s+", " ", generate._parser().format_help())
     for default in ("greedy decoding (default: 0.0)", "from all (default: 0)",
-                    "probability (default: 0.0)", "of the sampling (default: 0)"):  # fmt: skip
+                    "probability (default: 0.0)", "of SamplingParams (default: 0)"):  # fmt: skip
         assert default in text
     assert not re.search(r"default: (None|False|\[\]|==)", text)
 

@@ -64,7 +64,8 @@ class OracleRunner:
         tokens = []
         for i, index in enumerate(step.logits_indices[: len(step.sampled_requests)]):
             sequence = int(np.searchsorted(step.cu_seqlens, index, side="right")) - 1
-            positions = np.arange(step.positions[index] + 1)
+            later = step.cu_seqlens[sequence + 1] - 1 - index  # tokens of a draft
+            positions = np.arange(step.seq_lens[sequence] - later)
             pages = step.page_table[sequence, positions // self.page_size]
             contents = flat[pages * self.page_size + positions % self.page_size]
             is_random = random_numbers is not None and temperature is not None
