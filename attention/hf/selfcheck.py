@@ -184,11 +184,8 @@ def _loss(logits: Tensor, ids: Tensor) -> Tensor:
 def _differentiate(model: Any, losses: list[Tensor]) -> tuple[float, list[Tensor]]:
     loss = torch.stack(losses).sum()
     weights = [p for p in model.parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(loss, weights, allow_unused=True)
-    gradients = [
-        torch.zeros_like(w) if g is None else g for w, g in zip(weights, gradients, strict=True)
-    ]
-    return float(loss.detach()), gradients
+    gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+    return float(loss.detach()), list(gradients)
 
 
 def _paged_steps(model: Any, documents: list[Tensor], page_size: int):

@@ -6,6 +6,7 @@ from .null_fields import drop_null_fields
 from .open_source import open_source
 from .source import Row, RowError, RowSource
 from .token_store import TokenArray, TokenStore
+from .wrapped_source import WrappedSource
 
 __all__ = [
     "Row",
@@ -13,6 +14,7 @@ __all__ = [
     "RowSource",
     "TokenArray",
     "TokenStore",
+    "WrappedSource",
     "drop_null_fields",
     "find_damage",
     "open_folder",

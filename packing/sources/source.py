@@ -56,8 +56,6 @@ class RowSource(ABC):
     """The files that the rows are in, if any."""
     num_bytes: int | None = None
     """Decompressed size of the data, if known; beyond SMALL_BYTES, an estimate."""
-    num_rows_is_exact = False
-    """Whether `num_rows` is exact, not an estimate."""
 
     @abstractmethod
     def read(
