@@ -6,7 +6,7 @@ The same documents run packed, one by one, and over pages:
     wrong    packed logits, loss or gradients differ from those of the documents run one by one
     paged    the same tokens, fed in chunks through the cache, give other logits than the packed row
 
-Also used by the model zoo test. Trainers check with `trainer/monitoring/packing_check.py`.
+Also used by the model zoo test. Trainers check with `trainer/monitoring/packing_difference.py`.
 """
 
 from __future__ import annotations

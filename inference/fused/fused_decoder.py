@@ -1,4 +1,4 @@
-"""Fused decoder layer for captured steps: seven kernels, launched with PDL.
+"""Fused decoder layers for captured and for very large steps: seven kernels in a decode, with PDL.
 
     ids ─▶ embed ─▶ residual ─▶ add, norm ─▶ GEMM ─▶ attention ─▶ GEMM ─┐
                        ▲                     q, k, v              output │
@@ -57,7 +57,7 @@ _FIXED_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
 
 
 class FusedDecoder:
-    """The decoder layers of one model, for steps that run as CUDA graphs."""
+    """The decoder layers of one model, for captured and for very large steps."""
 
     __name__ = "captured steps"
 

@@ -17,6 +17,8 @@ import numpy as np
 
 from ..state.run_state import is_non_negative_int
 
+TEXT_COLUMN = "text"
+"""The column with the text, unless the user names another."""
 SMALL_BYTES = 64 << 20
 """Decompressed bytes up to which a source is small: it is encoded before training starts."""
 Cursor = Any

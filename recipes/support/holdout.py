@@ -15,7 +15,7 @@ from itertools import islice, takewhile
 from typing import Any
 
 from nopad.packing.encoding import Encoder
-from nopad.packing.sources import Row, RowSource, WrappedSource
+from nopad.packing.sources import TEXT_COLUMN, Row, RowSource, WrappedSource
 from nopad.recipes.support.run_dir import is_main_process
 from nopad.recipes.support.stdlib_corpus import parses
 from nopad.trainer.evaluation import Example, GenerationEval, row_example
@@ -60,7 +60,7 @@ def row_digest(row: Any) -> str:
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
-def hold_out(source: Any, count: int, column: str = "text", format: Any = None):
+def hold_out(source: Any, count: int, column: str = TEXT_COLUMN, format: Any = None):
     """Return a source without at most `count` rows, and those rows as examples.
 
     column, format: how the rows are read, as in `PackedDataset`.
@@ -73,7 +73,7 @@ def hold_out(source: Any, count: int, column: str = "text", format: Any = None):
 
 
 def pick_examples(
-    rows: Iterable, count: int, column: str = "text", convert: Callable | None = None
+    rows: Iterable, count: int, column: str = TEXT_COLUMN, convert: Callable | None = None
 ) -> dict[str, Example]:
     """Pick about one in fifty rows, the first `count` that have a reference, by digest.
 

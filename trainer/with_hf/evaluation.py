@@ -28,9 +28,9 @@ from transformers import (
 )
 
 from ..data.loader import Batch, EvaluationLoader
+from ..evaluation.eval_report import Report
 from ..evaluation.generation_eval import GenerationEval, check_unique_names
 from ..evaluation.live_requests import LiveServer, answer_requests, check_server
-from ..evaluation.report import Report
 from ..evaluation.report_writer import ReportWriter
 
 

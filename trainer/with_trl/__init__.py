@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .packed_model import PackedModelMixin
-    from .preference import PackedDPOTrainer, PackedKTOTrainer, PackedRewardTrainer
+    from .preference_trainers import PackedDPOTrainer, PackedKTOTrainer, PackedRewardTrainer
     from .rollouts import LiveGRPOTrainer, LiveRLOOTrainer, LiveRolloutMixin
     from .sft_trainer import PackedSFTTrainer
 

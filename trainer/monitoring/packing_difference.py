@@ -1,11 +1,11 @@
-"""Does packing change what a model computes? Rows of random samples, packed and one by one.
+"""Measure whether packing changes what a model computes: random rows, packed and one by one.
 
     leak         no gradient of a sample's logits reaches another sample: exactly none
     difference   the logits of a packed sample are those of the sample alone, except for rounding
 
 Rows are run as in training: with gradients, in training mode, with the attention kernels and layers
 of the training, including compiled layers. There are rows beyond every length that the model names,
-if the budget exceeds it (`check_rows`).
+if the budget exceeds it (`probe_rows`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from ...attention.hf import (
-    check_rows,
     embeddings_replaced,
     eval_mode,
     leaked_gradient,
     module_mode,
     nan_max,
+    probe_rows,
     probed_logits,
 )
 from ...collators import NESTED, MaskedCollator, PackedCollator
@@ -79,7 +79,7 @@ def _pixel_owners(samples: list[Sample]) -> Tensor | None:
 def _short_row(collator: Any) -> list[int]:
     """Return the lengths of a few samples, within the collator's fixed shapes."""
     max_length = getattr(collator, "max_length", None) or 32
-    return check_rows(None, 32, max_length, getattr(collator, "fixed_sequences", None))[0][-1]
+    return probe_rows(None, 32, max_length, getattr(collator, "fixed_sequences", None))[0][-1]
 
 
 def measure_difference(
