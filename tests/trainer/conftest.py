@@ -1,4 +1,4 @@
-"""Shared by the tests of training: equal models get the start check once in each file."""
+"""Shared by the tests of training: equal models get the start check once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from nopad.trainer.monitoring import preflight
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def models_found_right() -> set[str]:
     return set()
 
