@@ -813,8 +813,8 @@ FAULTS = {
         "trainer/loss/test_stock_attention.py::"
         "test_a_loss_of_ones_own_from_repaired_logits_is_that_of_the_model",
         "nopad.trainer.loss.attached_loss",
-        "repair, run, has_labels = document_mask, AttachedLoss.run, False\n"
-        "document_mask = lambda *row: repair(*row) if has_labels else nullcontext()\n"
+        "right, run, has_labels = document_contexts, AttachedLoss.run, False\n"
+        "document_contexts = lambda *row: right(*row) if has_labels else nullcontext()\n"
         "def run_with_labels(self, *a):\n"
         "    global has_labels\n"
         "    has_labels = True\n"
@@ -1661,7 +1661,7 @@ FAULTS = {
         "    attention_mask=None)",
     ),
     "documents have the labels of others": (
-        "packing/test_targets.py", "nopad.packing.sources.token_store",
+        "packing/test_targets.py", "nopad.packing.readers.planned",
         "right = cut_targets\n"
         "cut_targets = lambda targets, *a: right(targets[::-1], *a)",
     ),
@@ -1778,6 +1778,16 @@ FAULTS = {
         "cli/test_doctor.py::test_a_leak_of_an_encoder_is_told",
         "nopad.cli.doctor_heads",
         "leaked_gradient = lambda *a: 0.0",
+    ),
+    "the doctor loses gradients that are not numbers": (
+        "cli/test_doctor.py::test_a_gradient_that_is_not_a_number_is_wrong",
+        "nopad.cli.doctor_heads",
+        "nan_max = lambda values: max([0.0, *values])",
+    ),
+    "rows without those held out are not cached": (
+        "recipes/support/test_holdout.py::test_tokens_without_held_out_rows_are_cached",
+        "nopad.recipes.support.holdout",
+        "ExcludingRows.cache_key = lambda self: None",
     ),
     "tokens of images are labels": (
         "packing/encoding/test_image_encoder.py::"

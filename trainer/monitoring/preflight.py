@@ -40,6 +40,7 @@ from .packing_difference import (
     measure_difference,
     measure_leak,
     measure_shard_difference,
+    shape_limits,
 )
 
 _MASK = "the attention mask"
@@ -113,9 +114,8 @@ def _check_rows(data: PackedDataset, config: Any, collator: Any) -> dict[int, li
     budget, limit = data.settings["budget"], length_limit(config)
     longest = _longest(data) or data.settings["max_length"] or budget
     longest = longest if limit is None else min(longest, limit.length)
-    longest = min(longest, getattr(collator, "max_length", None) or longest)
-    max_samples = getattr(collator, "fixed_sequences", None)
-    return probe_rows(config, budget, max(longest, 1), max_samples)
+    max_samples, max_length = shape_limits(collator)
+    return probe_rows(config, budget, max(min(longest, max_length or longest), 1), max_samples)
 
 
 def _find_fault(
