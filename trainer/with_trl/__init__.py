@@ -27,7 +27,7 @@ __all__ = [
 ]
 _MODULES = {
     "packed_model": ("PackedModelMixin",),
-    "preference": ("PackedDPOTrainer", "PackedKTOTrainer", "PackedRewardTrainer"),
+    "preference_trainers": ("PackedDPOTrainer", "PackedKTOTrainer", "PackedRewardTrainer"),
     "rollouts": ("LiveGRPOTrainer", "LiveRLOOTrainer", "LiveRolloutMixin"),
     "sft_trainer": ("PackedSFTTrainer",),
 }
