@@ -1,4 +1,4 @@
-"""Shared by the tests of training: equal models get the start check once."""
+"""Shared by the tests of training: equal models get the start check once in each file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from nopad.trainer.monitoring import preflight
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def models_found_right() -> set[str]:
     return set()
 
