@@ -6,9 +6,9 @@ any HF causal LM ──┘  attn_implementation="nopad", registered by importing
 """
 
 from .attend import attend, attend_cached
+from .hf.call_log import check_every_layer
 from .hf.forward_context import forward_context
 from .hf.interface import register
-from .hf.layer_check import check_every_layer
 from .hf.mask_patch import document_mask
 from .hf.model_support import (
     check_supported,

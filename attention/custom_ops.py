@@ -1,8 +1,9 @@
 """Custom operators for torch.compile: calls that it must not trace, with known output shapes.
 
 Eager code calls the backends directly. Under compilation, packed attention, paged reads and writes
-appear in the graph as one operator each. A backend is selected when the operator runs, and the
-longest sequence is a value, not a shape: one graph serves every row, whatever its boundaries.
+appear in the graph as one operator each. Packed rows select their backend when the operator runs,
+pages while the graph is traced. The longest sequence is a value, not a shape: one graph serves
+every row, whatever its boundaries.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def attend_pages(
     sinks: Tensor | None,
     backend: str,
 ) -> Tensor:
+    # Cache and KV slots are not read: the keys were written before.
     pages = Pages(None, table, lengths, lengths, max_keys)  # pyright: ignore[reportArgumentType]
     varlen = Varlen(cu_seqlens, max_queries, pages)
     score_params = ScoreParams(scale, window, softcap, sinks)

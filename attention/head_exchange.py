@@ -1,4 +1,4 @@
-"""Sequence parallelism around `attend` (DeepSpeed-Ulysses): tokens are exchanged for heads.
+"""Sequence parallelism, called by `attend` (DeepSpeed-Ulysses): exchange tokens for heads and back.
 
     rank 0   tokens 0..3, all heads  ─┐ all-to-all ┌─▶  all tokens, heads 0..1 ─▶ attend ─┐
     rank 1   tokens 4..7, all heads  ─┘            └─▶  all tokens, heads 2..3 ─▶ attend ─┤

@@ -1,4 +1,4 @@
-"""`Varlen` and `Pages`: the sequence boundaries and page tables of an attention call.
+"""`Varlen` and `Pages`: boundaries and page tables of a call; what layers of a batch share.
 
 A packed training row, a prefill, a decode step and any mix of them are the same value. They differ
 only in where the keys are: beside the queries, or in the pages of a cache.
@@ -38,7 +38,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Varlen:
-    """N sequences of queries in T flat tokens; causal inside each, bottom-right aligned."""
+    """N sequences of queries in T flat tokens; inside each, attention is aligned bottom-right."""
 
     cu_seqlens: Tensor
     """int32 [N+1], from 0 to T; repeated values are empty sequences."""

@@ -6,27 +6,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..packing.encoding import Encoder
-from ..packing.sources import Row, RowSource, TokenStore, open_source
+from ..packing.sources import Row, RowSource, TokenStore, WrappedSource, open_source
 
 
-class CountedRows(RowSource):
-    """A source that calls a function for every row that is read from it."""
+class CountedRows(WrappedSource):
+    """A source that calls a function for every row that is read from it, in this process."""
 
     def __init__(self, source: RowSource, advance: Callable[[int], None]):
-        self.source, self.advance, self.name = source, advance, source.name
-        self.default_shards, self.num_bytes = source.default_shards, source.num_bytes
-        self.shuffles_rows, self.sequential_only = source.shuffles_rows, source.sequential_only
+        super().__init__(source)
+        self.advance = advance
 
     def read(self, shard, shards, cursor=None, shuffle_key=None) -> Iterator[Row]:
         for row in self.source.read(shard, shards, cursor, shuffle_key):
             self.advance(1)
             yield row
 
-    def fingerprint(self) -> str:
-        return self.source.fingerprint()
+    def ranges(self, count: int) -> None:
+        """Return none: other processes would read them."""
 
-    def check_cursor(self, cursor: Any) -> None:
-        self.source.check_cursor(cursor)
+    def cache_key(self) -> None:
+        """Return none: cached rows are not read, so they would not be counted."""
 
 
 def open_counted(

@@ -21,9 +21,9 @@ from ..attention.hf import (
     check_default_cache,
     check_packed,
     check_paged,
-    check_rows,
     declared_state,
     landmark_lengths,
+    probe_rows,
     rotary_limit,
     sequence_limit,
 )
@@ -153,7 +153,7 @@ def _check_all_rows(model: Any, oracle: Any, repair: bool = False) -> PackedDiff
     longest = MAX_ROW if limit is None else min(MAX_ROW, limit.length)
     if rotary_limit(config) is None:  # beyond the positions, others fail, or have none
         longest = min(longest, positions)
-    rows = check_rows(config, MAX_ROW, longest)
+    rows = probe_rows(config, MAX_ROW, longest)
     for lengths in (row for length in rows if length for row in rows[length]):
         worst = worst.worst(check_packed(model, oracle, repair=repair, lengths=lengths))
     return worst

@@ -20,6 +20,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,11 +44,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..inference import Completion, Engine, SamplingParams
-
-_SAMPLING_OPTIONS = (
-    "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "n", "logprobs", "stop",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos",
-)  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
@@ -161,7 +157,8 @@ def _sampling_params(args: argparse.Namespace, entries: list[PromptEntry]) -> li
     """Return the options as parameters, overridden by those in a prompt's own entry."""
     from ..inference import SamplingParams
 
-    common = {name: getattr(args, name) for name in _SAMPLING_OPTIONS}
+    names = {field.name for field in fields(SamplingParams)} - {"seed"}  # --seed: of the engine
+    common = {name: value for name, value in vars(args).items() if name in names}
     shared = SamplingParams(**common)
     params = []
     for index, (_, own) in enumerate(entries):

@@ -282,8 +282,8 @@ def _tiny_layers(config: Any, layers: int | None) -> dict[str, Any]:
         changes["attention_types"] = [[[kind], 1] for kind in changes.pop("attention_layers")]
     changes |= {name: count for name in LAYERS if isinstance(getattr(config, name, None), int)}
     if any("sliding" in str(kind) for kind in patterns.get("layer_types", ())):
-        changes |= {"sliding_window": 4} if hasattr(config, "sliding_window") else {}
-        changes |= {"use_sliding_window": True} if hasattr(config, "use_sliding_window") else {}
+        windows = {"sliding_window": 4, "use_sliding_window": True}
+        changes |= {name: value for name, value in windows.items() if hasattr(config, name)}
     return changes
 
 

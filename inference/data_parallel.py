@@ -24,7 +24,7 @@ from .requests.draws import shared_draws
 from .requests.outputs import Completion, Score
 from .requests.prompt_spec import Params, broadcast_params
 from .requests.scoring import check_pairs
-from .requests.tokenization import Prompt, estimate_tokens
+from .requests.tokenizer_adapter import Prompt, estimate_tokens
 
 Work = Callable[[list[int]], list[Any]]
 """From the indices of a rank's requests to their results."""

@@ -36,7 +36,7 @@ from .requests.outputs import Completion, Score, StreamEvent
 from .requests.prompt_spec import Params, PromptSpec, broadcast_params, deadline_seconds
 from .requests.request import Request
 from .requests.request_builder import EncodedPrompt, RequestBuilder
-from .requests.tokenization import Prompt, TokenizerAdapter
+from .requests.tokenizer_adapter import Prompt, TokenizerAdapter
 from .scheduling.loop import StepLoop
 from .scheduling.speculation import DraftSource
 from .session import Executor, ModelSession

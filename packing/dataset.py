@@ -29,7 +29,7 @@ from .encoding.report import SkippedRows
 from .encoding.row_format import RowFormat
 from .encoding.token_cache import TokenCache
 from .ordering.mixture import StoppingStrategy, parse_mixture, source_names
-from .ordering.rank_shard import Position, RankShard
+from .ordering.rank_share import Position, RankShare
 from .pack import Pack
 from .pipeline import build_packs, manifests, open_sources, state_settings
 from .planning.overflow import Overflow
@@ -39,7 +39,7 @@ from .readers.shard_reader import StreamSettings
 from .settings import PackSettings
 from .sources.corpus import check_tokenizer
 from .sources.mapped_index import JoinedLengths
-from .sources.source import RowSource
+from .sources.source import TEXT_COLUMN, RowSource
 from .state.progress import Progress, index_and_cursor
 from .state.run_state import VERSION, check_state, is_finished
 from .targets import check_unsplit
@@ -147,7 +147,7 @@ class PackedDataset(IterableDataset):
         stopping_strategy: StoppingStrategy = "first_exhausted",
         pretokenize: bool | None = None,
         on_error: Literal["raise", "skip"] = "raise",
-        text_column: str = "text",
+        text_column: str = TEXT_COLUMN,
         label_column: str | None = None,
         format: RowFormat | None = None,
         add_eos: bool | int = True,
@@ -446,8 +446,8 @@ class PackedDataset(IterableDataset):
         info = get_worker_info()
         return None if info is None else (info.id, info.num_workers)
 
-    def _share(self) -> RankShard:
-        return RankShard(*self.ranks(), *(self._worker_number() or (0, 1)))
+    def _share(self) -> RankShare:
+        return RankShare(*self.ranks(), *(self._worker_number() or (0, 1)))
 
     def place(self, layout: Layout) -> None:
         """Read the packs of this process in a `layout`, unless rank= is given; loaders call it."""
@@ -478,5 +478,5 @@ def _check_rank(rank: int | None, world_size: int | None) -> tuple[int | None, i
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank={rank} and world_size={world_size}: pass both, or neither")
     if rank is not None and world_size is not None:
-        RankShard(*check_ints(rank=rank, world_size=world_size))
+        RankShare(*check_ints(rank=rank, world_size=world_size))
     return rank, world_size

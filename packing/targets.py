@@ -7,7 +7,8 @@
      "label": [0, 2, -100]}              integers: a class for each token, -100 where the loss
                                          ignores it
 
-A target travels with its sample into the pack. A document with one target is never split.
+A target travels with its sample into the pack. Documents with targets are not split: a document
+that is too long raises.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def check_unsplit(encoder: Any, settings: dict[str, Any]) -> dict[str, Any]:
     if encoder.tokens_suffice:
         return settings
     if settings["strategy"] == "concat":
-        what = "have one label each" if encoder.processor is None else "may have images"
+        what = "have labels" if encoder.processor is None else "may have images"
         raise ValueError(f'strategy="concat" splits documents, which {what}: omit it')
     if encoder.processor is not None and settings["overflow"] == "truncate":
         raise ValueError('overflow="truncate" would cut images: pass "drop", or omit it')

@@ -158,8 +158,8 @@ FAULTS = {
     ),
     "a round ends with its first pack": (
         "trainer/test_rank_trials.py::test_uneven_ranks_stop_after_the_same_step",
-        "nopad.packing.ordering.rank_shard",
-        "RankShard.round_end = lambda self, index, base: index + 1",
+        "nopad.packing.ordering.rank_share",
+        "RankShare.round_end = lambda self, index, base: index + 1",
     ),
     "the stock loop counts the epochs": (
         "trainer/with_hf/test_epochs.py::"
@@ -250,7 +250,7 @@ FAULTS = {
     ),
     "ids of a prompt are not checked": (
         "inference/test_engine.py::test_a_poisonous_request_harms_itself_only",
-        "nopad.inference.requests.tokenization",
+        "nopad.inference.requests.tokenizer_adapter",
         "right = TokenizerAdapter.encode\n"
         "TokenizerAdapter.encode = lambda self, *a, **k: right("
         "self, *a, **{**k, 'vocab_size': 1 << 62})",
@@ -297,7 +297,7 @@ FAULTS = {
         "trainer/data/test_draw_counts.py", "nopad.trainer.data.data_state", "draw_counts = dict",
     ),
     "the mask of a batch is ignored": (
-        "inference/requests/test_batch_encoding.py", "nopad.inference.requests.tokenization",
+        "inference/requests/test_batch_encoding.py", "nopad.inference.requests.tokenizer_adapter",
         "without_padding = lambda prompt: prompt['input_ids']",
     ),
     "faults of the call hide in completions": (
@@ -337,7 +337,8 @@ FAULTS = {
         "from contextlib import nullcontext\neager_calls = nullcontext",
     ),
     "the generation_config is not read": (
-        "inference/requests/test_generation_config.py", "nopad.inference.requests.tokenization",
+        "inference/requests/test_generation_config.py",
+        "nopad.inference.requests.tokenizer_adapter",
         "check_generation_config = lambda *_, **__: None",
     ),
     "every position table is the text's": (
@@ -511,7 +512,7 @@ FAULTS = {
     "the start check runs short rows alone": (
         "trainer/monitoring/test_preflight.py::"
         "test_keys_selected_among_those_of_other_samples_are_seen",
-        "nopad.attention.hf.check_rows", "landmark_lengths = lambda config: []",
+        "nopad.attention.hf.probe_rows", "landmark_lengths = lambda config: []",
     ),
     "the name is accepted for any type": (
         "attention/hf/test_model_support.py::"
@@ -643,27 +644,27 @@ FAULTS = {
         "logging.getLogger(__name__).error('%s', prompts) or quiet(self, prompts, *a, **k)",
     ),
     "no rounding is allowed": (
-        "trainer/monitoring/test_packing_check.py::test_experts_pass_in_any_precision",
-        "nopad.trainer.monitoring.packing_check",
+        "trainer/monitoring/test_packing_difference.py::test_experts_pass_in_any_precision",
+        "nopad.trainer.monitoring.packing_difference",
         "from contextlib import nullcontext\n"
         "embeddings_replaced = lambda *_: nullcontext()",
     ),
     "no gradient is looked for": (
-        "trainer/monitoring/test_packing_check.py::test_a_weak_leak_is_seen",
-        "nopad.trainer.monitoring.packing_check", "leaked_gradient = lambda *a: 0.0",
+        "trainer/monitoring/test_packing_difference.py::test_a_weak_leak_is_seen",
+        "nopad.trainer.monitoring.packing_difference", "leaked_gradient = lambda *a: 0.0",
     ),
     "packed is not compared with alone": (
-        "trainer/monitoring/test_packing_check.py::test_every_fault_is_seen",
-        "nopad.trainer.monitoring.packing_check", "measure_difference = lambda *a, **k: 0.0",
+        "trainer/monitoring/test_packing_difference.py::test_every_fault_is_seen",
+        "nopad.trainer.monitoring.packing_difference", "measure_difference = lambda *a, **k: 0.0",
     ),
     "the start check has no long row": (
-        "trainer/monitoring/test_packing_check.py::test_every_fault_is_seen",
-        "nopad.attention.hf.check_rows",
-        "right = check_rows\n"
-        "check_rows = lambda *a: {n: r if n else r[1:] for n, r in right(*a).items()}",
+        "trainer/monitoring/test_packing_difference.py::test_every_fault_is_seen",
+        "nopad.attention.hf.probe_rows",
+        "right = probe_rows\n"
+        "probe_rows = lambda *a: {n: r if n else r[1:] for n, r in right(*a).items()}",
     ),
     "zeros stay zeros": (
-        "trainer/monitoring/test_packing_check.py::"
+        "trainer/monitoring/test_packing_difference.py::"
         "test_a_leak_behind_weights_that_are_zero_is_seen",
         "nopad.attention.hf.leak_check", "Tensor.normal_ = lambda self, *a, **k: self",
     ),
@@ -686,7 +687,7 @@ FAULTS = {
     "a metric is averaged over the examples it did not fail on": (
         "trainer/evaluation/test_generation_eval.py::"
         "test_a_metric_that_raises_on_some_examples_has_no_mean",
-        "nopad.trainer.evaluation.scoring",
+        "nopad.trainer.evaluation.completion_scores",
         "right = score_completions\n"
         "def forgive(metric):\n"
         "    def value(*a):\n"
@@ -812,8 +813,8 @@ FAULTS = {
         "trainer/loss/test_stock_attention.py::"
         "test_a_loss_of_ones_own_from_repaired_logits_is_that_of_the_model",
         "nopad.trainer.loss.attached_loss",
-        "repair, run, has_labels = document_mask, AttachedLoss.run, False\n"
-        "document_mask = lambda *row: repair(*row) if has_labels else nullcontext()\n"
+        "right, run, has_labels = document_contexts, AttachedLoss.run, False\n"
+        "document_contexts = lambda *row: right(*row) if has_labels else nullcontext()\n"
         "def run_with_labels(self, *a):\n"
         "    global has_labels\n"
         "    has_labels = True\n"
@@ -1064,12 +1065,12 @@ FAULTS = {
         "nopad.packing.encoding.chat", "TURN_FLAGS = ()",
     ),
     "reentrant checkpoints are differentiated": (
-        "trainer/monitoring/test_packing_check.py::"
+        "trainer/monitoring/test_packing_difference.py::"
         "test_gradient_checkpointing_is_part_of_the_check",
         "nopad.attention.hf.leak_check", "partial = lambda function, **_: function",
     ),
     "every token of a row is probed": (
-        "trainer/monitoring/test_packing_check.py::"
+        "trainer/monitoring/test_packing_difference.py::"
         "test_a_long_row_of_short_samples_has_few_logits_and_shows_a_leak",
         "nopad.attention.hf.leak_check",
         "probe_positions = lambda lengths: (torch.arange(sum(lengths)), list(lengths))",
@@ -1169,7 +1170,7 @@ FAULTS = {
         "nopad.trainer.data.loader", "MAX_UNLABELLED_STEPS = 1",
     ),
     "all documents are examined together": (
-        "trainer/monitoring/test_packing_check.py::test_any_two_documents_are_told_apart",
+        "trainer/monitoring/test_packing_difference.py::test_any_two_documents_are_told_apart",
         "nopad.attention.hf.leak_check", "comb = lambda sets, members: 99",
     ),
     "later calls join while one waits": (
@@ -1262,13 +1263,13 @@ FAULTS = {
         "ThreadPoolExecutor = lambda count: nullcontext(SimpleNamespace(submit=submit))",
     ),
     "every rank has a verdict of its own": (
-        "trainer/monitoring/test_packing_check.py::test_what_one_rank_finds_stops_all_of_them",
+        "trainer/monitoring/test_packing_difference.py::test_what_one_rank_finds_stops_all_of_them",
         "nopad.trainer.monitoring.preflight",
-        "from nopad.trainer.monitoring import packing_check\n"
-        "nan_max = packing_check.nan_max = lambda values: list(values)[0]",
+        "from nopad.trainer.monitoring import packing_difference\n"
+        "nan_max = packing_difference.nan_max = lambda values: list(values)[0]",
     ),
     "a teacher keeps the activations of a long row": (
-        "trainer/monitoring/test_packing_check.py::"
+        "trainer/monitoring/test_packing_difference.py::"
         "test_a_model_that_is_not_trained_keeps_no_long_row",
         "nopad.trainer.monitoring.preflight", "any = lambda flags: True",
     ),
@@ -1278,7 +1279,7 @@ FAULTS = {
         "nopad.trainer.with_lightning.packed_callback", "DIVERGED = 'check its weights'",
     ),
     "weights of zeros alone are filled": (
-        "trainer/monitoring/test_packing_check.py::"
+        "trainer/monitoring/test_packing_difference.py::"
         "test_a_convolution_that_starts_as_the_identity_is_seen",
         "nopad.attention.hf.leak_check",
         "right = zero_weights_filled\n"
@@ -1293,9 +1294,9 @@ FAULTS = {
         "        yield",
     ),
     "masked logits are compared": (
-        "trainer/monitoring/test_packing_check.py::"
+        "trainer/monitoring/test_packing_difference.py::"
         "test_a_vocabulary_that_is_masked_in_part_is_right_and_hides_nothing",
-        "nopad.trainer.monitoring.packing_check",
+        "nopad.trainer.monitoring.packing_difference",
         "right, torch = torch, type(torch)('torch')\n"
         "torch.__dict__.update(vars(right))\n"
         "torch.finfo = lambda dtype: type('Range', (), {'min': float('nan'), 'eps': 1e-7})",
@@ -1352,8 +1353,8 @@ FAULTS = {
         "nopad.inference.settings", "check_flag = lambda name, value: value",
     ),
     "states pass from document to document": (
-        "trainer/loss/test_document_states.py::test_packed_is_one_by_one[lfm2]",
-        "nopad.trainer.loss.document_states", "run_by_document = lambda *args, **kwargs: None",
+        "trainer/loss/test_document_boundaries.py::test_packed_is_one_by_one[lfm2]",
+        "nopad.trainer.loss.document_boundaries", "run_by_document = lambda *args, **kwargs: None",
     ),
     "a shard is complete before its files": (
         "packing/encoding/test_tokenization.py::"
@@ -1415,7 +1416,7 @@ FAULTS = {
     ),
     "the state forgets the window": (
         "packing/readers/test_planned.py::test_a_resume_plans_its_own_window_and_those_after_it",
-        "nopad.packing.ordering.rank_shard",
+        "nopad.packing.ordering.rank_share",
         "Position.to_json = lambda self: {k: v for k, v in asdict(self).items() "
         "if k not in WINDOW}",
     ),
@@ -1514,7 +1515,7 @@ FAULTS = {
         "Speculation.verify = verify",
     ),
     "a pack has no boundaries": (
-        "trainer/with_trl/test_preference.py", "nopad.trainer.loss.packed_forward",
+        "trainer/with_trl/test_preference_trainers.py", "nopad.trainer.loss.packed_forward",
         "right = unpacked_forward\n"
         "def unpacked_forward(forward, budget, *a, **k):\n"
         "    one = lambda **k: forward(\n"
@@ -1523,7 +1524,7 @@ FAULTS = {
         "    return right(one, budget, *a, **k)",
     ),
     "a sequence of a pack is moved": (
-        "trainer/with_trl/test_preference.py", "nopad.trainer.loss.packed_forward",
+        "trainer/with_trl/test_preference_trainers.py", "nopad.trainer.loss.packed_forward",
         "right = unpacked_forward\n"
         "def unpacked_forward(*a, **k):\n"
         "    outputs = right(*a, **k)\n"
@@ -1531,14 +1532,14 @@ FAULTS = {
         "    return outputs",
     ),
     "margins are left out of the loss": (
-        "trainer/with_trl/test_preference.py::test_packed_rewards_equal_padded_rewards",
-        "nopad.trainer.with_trl.preference",
+        "trainer/with_trl/test_preference_trainers.py::test_packed_rewards_equal_padded_rewards",
+        "nopad.trainer.with_trl.preference_trainers",
         "right = PackedRewardTrainer.compute_loss\n"
         "PackedRewardTrainer.compute_loss = lambda self, model, inputs, *a, **k: right(\n"
         "    self, model, {n: v for n, v in inputs.items() if n != 'margin'}, *a, **k)",
     ),
     "every tokenizer of the reference passes": (
-        "trainer/with_trl/test_preference.py::"
+        "trainer/with_trl/test_preference_trainers.py::"
         "test_a_reference_with_another_tokenizer_is_refused",
         "nopad.trainer.with_trl.packed_model",
         "import transformers\n"
@@ -1660,7 +1661,7 @@ FAULTS = {
         "    attention_mask=None)",
     ),
     "documents have the labels of others": (
-        "packing/test_targets.py", "nopad.packing.sources.token_store",
+        "packing/test_targets.py", "nopad.packing.readers.planned",
         "right = cut_targets\n"
         "cut_targets = lambda targets, *a: right(targets[::-1], *a)",
     ),
@@ -1778,6 +1779,16 @@ FAULTS = {
         "nopad.cli.doctor_heads",
         "leaked_gradient = lambda *a: 0.0",
     ),
+    "the doctor loses gradients that are not numbers": (
+        "cli/test_doctor.py::test_a_gradient_that_is_not_a_number_is_wrong",
+        "nopad.cli.doctor_heads",
+        "nan_max = lambda values: max([0.0, *values])",
+    ),
+    "rows without those held out are not cached": (
+        "recipes/support/test_holdout.py::test_tokens_without_held_out_rows_are_cached",
+        "nopad.recipes.support.holdout",
+        "ExcludingRows.cache_key = lambda self: None",
+    ),
     "tokens of images are labels": (
         "packing/encoding/test_image_encoder.py::"
         "test_text_and_completions_with_images_label_text_alone[False-smolvlm]",
@@ -1829,7 +1840,7 @@ FAULTS = {
     ),
     "the engine ignores images": (
         "inference/test_engine.py::test_messages_with_images_are_refused",
-        "nopad.inference.requests.tokenization", "has_media = lambda content: False",
+        "nopad.inference.requests.tokenizer_adapter", "has_media = lambda content: False",
     ),
 }  # fmt: skip
 """What is wrong, the test that must see it, the module it is in, and how it gets there."""

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from .checkpoint_offload import offload_checkpoints
     from .data.data_state import DataState
     from .data.loader import EvaluationLoader, PackedLoader, PackInfo
+    from .evaluation.eval_report import Example
     from .evaluation.generation_eval import GenerationEval
-    from .evaluation.report import Example
     from .folder_lock import lock_folder
     from .graceful_stop import STOP_SIGNALS, StopRequest
     from .layers import compile_layers
     from .loss.attached_loss import AttachedLoss, attach_loss
     from .loss.cross_entropy import linear_cross_entropy
-    from .loss.preference import preference_log_probs
+    from .loss.preference_log_probs import preference_log_probs
     from .monitoring.throughput import ThroughputMeter
 
 __all__ = [

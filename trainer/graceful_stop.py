@@ -55,19 +55,19 @@ class StopRequest:
                 handler = signal.getsignal(number)
                 self._previous_handlers.setdefault(number, handler)
                 signal.signal(number, self._on_signal)
-                self._take_over(getattr(handler, "__self__", None))
+                self._take_over(_request_of(handler))
             self._second_signal.listen()
 
-    def _take_over(self, other: Any) -> None:
-        if isinstance(other, StopRequest) and other.received is not None:
+    def _take_over(self, other: StopRequest | None) -> None:
+        if other is not None and other.received is not None:
             self.received = self.received or other.received
             self._received_at = self._received_at or other._received_at
 
     def _previous_handler(self, number: signal.Signals) -> Any:
         """Return the previous handler of a signal."""
         handler = self._previous_handlers.get(number, signal.SIG_DFL)
-        outer = getattr(handler, "__self__", None)
-        return outer._previous_handler(number) if isinstance(outer, StopRequest) else handler
+        outer = _request_of(handler)
+        return handler if outer is None else outer._previous_handler(number)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
@@ -142,6 +142,12 @@ def _register_fork_hook() -> None:
     os.register_at_fork(after_in_child=_detach_from_parent)
 
 
+def _request_of(handler: Any) -> StopRequest | None:
+    """Return the request that a signal's handler is a method of."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, StopRequest) else None
+
+
 def _detach_from_parent() -> None:
     """In a fork: SIGTERM ends it, as pools expect; the other signals are for its parent.
 
@@ -152,8 +158,8 @@ def _detach_from_parent() -> None:
         if inherited not in _wakeup_fds:
             signal.set_wakeup_fd(inherited)
         for number in STOP_SIGNALS:
-            request = getattr(signal.getsignal(number), "__self__", None)
-            if isinstance(request, StopRequest):
+            request = _request_of(signal.getsignal(number))
+            if request is not None:
                 ends = number == signal.SIGTERM
                 signal.signal(number, request._previous_handler(number) if ends else signal.SIG_IGN)
     _wakeup_fds.clear()

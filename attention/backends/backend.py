@@ -14,7 +14,7 @@ from .call_spec import CallSpec, ScoreParams
 class Backend(Protocol):
     """The functions of a backend's module; one without `packed` or `paged` omits it."""
 
-    def unsupported_reason(self, spec: CallSpec) -> str | None:
+    def limit_reason(self, spec: CallSpec) -> str | None:
         """Return the declared limit that rules a call out; None if there is none."""
 
     def packed(

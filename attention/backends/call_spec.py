@@ -37,7 +37,7 @@ class ScoreParams:
 
     @property
     def scale_only(self) -> bool:
-        """Whether scores are plain causal scores: no window, softcap or sinks."""
+        """Whether scores have no window, softcap or sinks."""
         return self.window is None and self.softcap is None and self.sinks is None
 
 

@@ -37,7 +37,7 @@ def _missing_library() -> str | None:
     return None
 
 
-def unsupported_reason(spec: CallSpec) -> str | None:
+def limit_reason(spec: CallSpec) -> str | None:
     if spec.device != "cuda":
         return "it needs CUDA"
     if torch.cuda.get_device_capability()[0] != 9:

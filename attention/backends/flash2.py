@@ -16,7 +16,8 @@ from torch import Tensor
 from ..varlen import Varlen
 from .backend import padded_to
 from .call_spec import CallSpec, ScoreParams
-from .sinks import add_sinks, attend_by_backward, sinks_gradient
+from .forward_backward import attend_by_backward
+from .sinks import add_sinks, sinks_gradient
 
 _found: list[tuple[Any, str | None]] = []
 """The result of `library`. A list, not `functools.cache`: torch.compile traces a lookup, and would
@@ -43,7 +44,7 @@ def _load() -> tuple[Any, str | None]:
         return None, reason
 
 
-def unsupported_reason(spec: CallSpec) -> str | None:
+def limit_reason(spec: CallSpec) -> str | None:
     if spec.device != "cuda":
         return "it needs CUDA"
     if spec.sinks and spec.paged:

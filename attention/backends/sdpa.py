@@ -37,7 +37,7 @@ def without_prefix_sharing() -> Iterator[None]:
         _share_prefixes.reset(token)
 
 
-def unsupported_reason(spec: CallSpec) -> str | None:
+def limit_reason(spec: CallSpec) -> str | None:
     return None
 
 

@@ -1,6 +1,6 @@
 """Backend selection: the first backend in the order of preference that supports a call.
 
-A backend rules calls out by its declared limits (`unsupported_reason`); a call that passes them
+A backend rules calls out by its declared limits (`limit_reason`); a call that passes them
 must also pass a trial (`backend_check.py`). The result is cached per `CallSpec` and logged once.
 
 A backend can be forced by name, in this order of precedence; if it does not support the call, the
@@ -44,7 +44,8 @@ BACKENDS = tuple(BACKEND_MODULES)
 _CPU = ("sdpa",)
 _LARGE_PACKED = ("cudnn", "flash2", "torch", "sdpa", "triton_packed")
 _PACKED = ("flash2", "cudnn", "torch", "sdpa", "triton_packed")
-"""The last one has to be forced: its kernels passed their tests in Triton's interpreter alone."""
+"""`triton_packed` comes after sdpa, which supports every call, so it runs only if forced: its
+kernels passed their tests in Triton's interpreter alone."""
 PAGED_BACKENDS = ("triton", "flash2", "sdpa")
 """Our kernels come first: on an H200 they beat flash-attn 2's in paged decodes and prefills."""
 
@@ -131,13 +132,13 @@ def _cached_choice(spec: CallSpec, forced: str | None, deterministic: bool) -> s
     if forced is not None:
         if forced not in BACKENDS:
             raise ValueError(f"no attention backend is called {forced!r}: choose from {BACKENDS}")
-        reason = unsupported_reason(forced, spec)
+        reason = backend_reason(forced, spec)
         if reason is not None:
             raise ValueError(f"attention backend {forced!r} does not support this call: {reason}")
         return forced
     skipped = []
     for name in preference(spec):
-        reason = unsupported_reason(name, spec)
+        reason = backend_reason(name, spec)
         if reason is None:
             _log_choice(name, spec, skipped)
             return name
@@ -152,7 +153,7 @@ def _select_without_trials(spec: CallSpec) -> str:
     raise ValueError(f"no attention backend supports {spec}")
 
 
-def unsupported_reason(name: str, spec: CallSpec) -> str | None:
+def backend_reason(name: str, spec: CallSpec) -> str | None:
     """Return why a backend does not support a call, by its declared limits and by trial."""
     return _declared_limit(name, spec) or trial_failure(BACKEND_MODULES[name], spec)
 
@@ -160,7 +161,7 @@ def unsupported_reason(name: str, spec: CallSpec) -> str | None:
 def _declared_limit(name: str, spec: CallSpec) -> str | None:
     if name not in (PAGED_BACKENDS if spec.paged else _PACKED):
         return "it does not read pages" if spec.paged else "it only reads pages"
-    return BACKEND_MODULES[name].unsupported_reason(spec)
+    return BACKEND_MODULES[name].limit_reason(spec)
 
 
 def _log_choice(name: str, spec: CallSpec, skipped: list[str]) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from ..varlen import Varlen
 from .backend import padded_to
 from .call_spec import CallSpec, ScoreParams
-from .sinks import add_sinks, attend_by_backward, sinks_gradient
+from .forward_backward import attend_by_backward
+from .sinks import add_sinks, sinks_gradient
 
 try:
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
@@ -22,7 +23,7 @@ except ImportError:
     varlen_attn, AuxRequest, _parameters = None, None, set()
 
 
-def unsupported_reason(spec: CallSpec) -> str | None:
+def limit_reason(spec: CallSpec) -> str | None:
     if spec.device != "cuda":
         return "it needs CUDA"
     if varlen_attn is None:

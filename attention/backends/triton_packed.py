@@ -1,4 +1,4 @@
-"""Packed rows by kernels of our own: soft caps in training, whatever flash-attn was built with."""
+"""Our kernels for packed rows, used only if forced: soft caps in training without flash-attn."""
 
 # pyright: reportPossiblyUnboundVariable=false
 
@@ -12,17 +12,18 @@ from torch import Tensor
 
 from ..varlen import Varlen
 from .call_spec import CallSpec, ScoreParams
-from .sinks import add_sinks, attend_by_backward, sinks_gradient
+from .forward_backward import attend_by_backward
+from .sinks import add_sinks, sinks_gradient
 
 try:
     from ...kernels import packed_attention, packed_attention_backward
 
     _has_triton = True
-except ImportError:  # `unsupported_reason` reports it
+except ImportError:  # `limit_reason` reports it
     _has_triton = False
 
 
-def unsupported_reason(spec: CallSpec) -> str | None:
+def limit_reason(spec: CallSpec) -> str | None:
     if not _has_triton:
         return "triton is not installed"
     if spec.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":

@@ -28,11 +28,11 @@ try:
     )
 
     _has_triton = True
-except ImportError:  # `unsupported_reason` reports it
+except ImportError:  # `limit_reason` reports it
     _has_triton = False
 
 
-def unsupported_reason(spec: CallSpec) -> str | None:
+def limit_reason(spec: CallSpec) -> str | None:
     if not _has_triton:
         return "triton is not installed"
     if spec.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":

@@ -1,7 +1,7 @@
 """Transformers: `attn_implementation="nopad"`, which models are supported, and self-checks."""
 
 from .call_check import check_lengths
-from .check_rows import check_rows, landmark_lengths
+from .call_log import check_every_layer, is_recording, record_call
 from .document_states import (
     convolve_by_document,
     decoder_layers,
@@ -11,7 +11,6 @@ from .document_states import (
 )
 from .forward_context import current_varlen, forward_context
 from .interface import register
-from .layer_check import check_every_layer, is_recording, record_call
 from .leak_check import (
     embeddings_replaced,
     leaked_gradient,
@@ -30,16 +29,15 @@ from .model_support import (
     check_supported,
     declared_state,
     drops_kwargs,
-    eval_mode,
     is_encoder,
     layer_shapes,
-    module_mode,
-    nopad_attention,
     stateful_parts,
     step_context,
     unsupported_reason,
 )
 from .model_types import position_offset
+from .module_modes import eval_mode, module_mode, nopad_attention
+from .probe_rows import landmark_lengths, probe_rows
 from .router_logits import (
     collect_router_logits,
     has_router_logits,
@@ -77,7 +75,6 @@ __all__ = [
     "check_lengths",
     "check_packed",
     "check_paged",
-    "check_rows",
     "check_supported",
     "collect_router_logits",
     "convolve_by_document",
@@ -106,6 +103,7 @@ __all__ = [
     "pass_boundaries",
     "position_offset",
     "probe_positions",
+    "probe_rows",
     "probed_logits",
     "random_documents",
     "record_call",

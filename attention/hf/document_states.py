@@ -2,7 +2,7 @@
 
     row [aaaa|bb|ccc]  ─▶  mixer(aaaa), mixer(bb), mixer(ccc)  ─▶  one row
 
-A state has to start at zero in every document. Kernels that read the boundaries see to it
+A state has to start at zero in every document. Kernels that read the boundaries do this
 (flash-linear-attention, mamba-ssm, causal-conv1d); the torch code of Transformers does not. So a
 probe looks for the modules through which tokens of one document reach another. Where these are
 convolutions, zeros between the documents suffice, in one call; other modules run document by
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..varlen import Varlen, in_backward
+from .call_log import recording
 from .forward_context import current_varlen, forward_context
-from .layer_check import recording
-from .model_support import eval_mode, nopad_attention
+from .module_modes import eval_mode, nopad_attention
 from .sequence_limits import frozen_rotary
 from .state_pool import BOUNDARIES
 

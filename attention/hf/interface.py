@@ -19,8 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..attend import attend
 from ..varlen import Varlen, batch_cache, start_batch
 from .call_check import check_call, check_lengths, check_model, check_not_sliced
+from .call_log import record_call
 from .forward_context import current_varlen
-from .layer_check import record_call
 from .mask_patch import ATTN_IMPLEMENTATION, refuse_mask
 from .model_types import is_vision
 from .step_attention import STEP, step_attention

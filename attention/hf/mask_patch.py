@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from .layer_check import is_recording
+from .call_log import is_recording
 from .model_types import refuse_unsupported
 
 log = logging.getLogger("nopad.attention")

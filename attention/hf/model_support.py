@@ -1,10 +1,9 @@
-"""Which models the attention function supports, and what probes of a few tokens show about them."""
+"""Which models are supported; the shapes and states of their layers, by probes of a few tokens."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,10 +12,9 @@ from torch import nn
 from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
 from ..varlen import Varlen
+from .call_log import CallLog, attention_layers, recording
 from .forward_context import forward_context
-from .layer_check import CallLog, attention_layers, recording
 from .leak_check import as_leaf, embeddings_replaced, token_gradients
-from .mask_patch import ATTN_IMPLEMENTATION
 from .model_types import (
     KEEPS_STATE,
     NO_INTERFACE,
@@ -26,6 +24,7 @@ from .model_types import (
     configured_state,
     has_interface,
 )
+from .module_modes import eval_mode, nopad_attention
 from .sequence_limits import frozen_rotary
 from .state_pool import StatefulModule, probe_states, silent_states
 
@@ -179,7 +178,7 @@ def _observed_reason(model: Any) -> str | None:
 def _examine(model: Any) -> str | None:
     states, faulty = _probe_states(model)
     if faulty:
-        return f"computes the second chunk of a prompt otherwise than in one piece ({faulty[0]})"
+        return f"computes the second chunk of a prompt differently than in one piece ({faulty[0]})"
     with silent_states(states):
         if not keeps_state(model):
             return None
@@ -246,47 +245,6 @@ def _forward_as_nopad(model: Any, ids: torch.Tensor) -> torch.Tensor:
             varlen=varlen,
         )
     return output.logits[0]
-
-
-@contextmanager
-def nopad_attention(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Run the attention of these modules by `nopad` inside.
-
-    Layers read the name from their config at each call. Unlike set_attn_implementation, setting it
-    there has no side effects to undo.
-    """
-    configs = {id(c): c for m in modules if (c := m.__dict__.get("config")) is not None}
-    before = [
-        (attributes, attributes["_attn_implementation_internal"])
-        for config in configs.values()
-        if "_attn_implementation_internal" in (attributes := getattr(config, "__dict__", {}))
-    ]
-    try:
-        for attributes, _ in before:
-            attributes["_attn_implementation_internal"] = ATTN_IMPLEMENTATION
-        yield
-    finally:
-        for attributes, name in before:
-            attributes["_attn_implementation_internal"] = name
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module in evaluation mode, and back into the mode it was in."""
-    with module_mode(model, training=False):
-        yield
-
-
-@contextmanager
-def module_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put every module in training or evaluation mode, and back into the mode it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _uses_interface(model: nn.Module) -> bool:

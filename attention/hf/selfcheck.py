@@ -6,7 +6,7 @@ The same documents run packed, one by one, and over pages:
     wrong    packed logits, loss or gradients differ from those of the documents run one by one
     paged    the same tokens, fed in chunks through the cache, give other logits than the packed row
 
-Also used by the model zoo test. Trainers check with `trainer/monitoring/packing_check.py`.
+Also used by the model zoo test. Trainers check with `trainer/monitoring/packing_difference.py`.
 """
 
 from __future__ import annotations
@@ -184,11 +184,8 @@ def _loss(logits: Tensor, ids: Tensor) -> Tensor:
 def _differentiate(model: Any, losses: list[Tensor]) -> tuple[float, list[Tensor]]:
     loss = torch.stack(losses).sum()
     weights = [p for p in model.parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(loss, weights, allow_unused=True)
-    gradients = [
-        torch.zeros_like(w) if g is None else g for w, g in zip(weights, gradients, strict=True)
-    ]
-    return float(loss.detach()), gradients
+    gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+    return float(loss.detach()), list(gradients)
 
 
 def _paged_steps(model: Any, documents: list[Tensor], page_size: int):

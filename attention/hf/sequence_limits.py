@@ -1,4 +1,4 @@
-"""Lengths beyond which a sequence cannot share a call with others, or cannot be attended to at all.
+"""The longest sequence that a model may mix with others, and rotary embeddings frozen at it.
 
 Rotary embeddings that depend on the length (dynamic NTK, longrope): Transformers takes the length
 from the largest position of the whole call and keeps the chosen frequencies on the module, so that

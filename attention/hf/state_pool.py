@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from ...runtime import stock_class
-from .layer_check import attends
+from .call_log import attends
 
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "varlen")
 """Arguments that describe a row of several sequences."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ..requests.outputs import Completion, StreamEvent, TokenLogprob
@@ -23,11 +23,8 @@ _MAX_MESSAGE = 1000
 _MIN_LOGPROB = -9999.0
 """Instead of minus infinity, which JSON cannot express; as in vLLM."""
 
-_SAMPLING = (
-    "max_tokens", "temperature", "top_p", "top_k", "min_p", "min_tokens", "n", "stop",
-    "stop_token_ids", "ignore_eos", "seed", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias",
-)  # fmt: skip
+# The API has its own fields for log-probabilities.
+_SAMPLING = [field.name for field in fields(SamplingParams) if "logprobs" not in field.name]
 _COMMON = ("model", "stream", "stream_options", "user", *_SAMPLING)
 _FIELDS = {
     "completion": {*_COMMON, "prompt", "echo", "logprobs", "suffix", "best_of"},

@@ -40,7 +40,7 @@ from ..engine import Engine
 from ..live_model.lockstep import gathers_parameters, lockstep
 from ..live_model.replica import replica_ranks
 from ..requests.outputs import Completion, StreamEvent
-from ..requests.tokenization import TokenizerAdapter
+from ..requests.tokenizer_adapter import TokenizerAdapter
 from .openai_api import Answer, ApiCall, ApiError, parse_call, parse_json, sampling_params, usage
 from .request_queue import RequestQueue, ServedRequest, TimeShare
 

@@ -6,7 +6,7 @@
 Rows are independent: the settings of one row never change the token of another. A token is sampled
 by inverting the cumulative distribution, in vocabulary order and float64, at a uniform number that
 the host computed from (seed, position). A row with a NaN among its logits yields token -1; if it is
-sampled and not greedy, a row with an infinity does too.
+sampled and not greedy, so does one with a plus infinity, or with minus infinities only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fused decoder layer for captured steps: seven kernels, launched with PDL.
+"""Fused decoder layers for captured and for very large steps: seven kernels in a decode, with PDL.
 
     ids ─▶ embed ─▶ residual ─▶ add, norm ─▶ GEMM ─▶ attention ─▶ GEMM ─┐
                        ▲                     q, k, v              output │
@@ -43,7 +43,7 @@ from ...kernels import (
 from ...runtime import rms_norm_eps
 from ..execution.capture import is_capturing, run_on_streams
 from ..execution.graph_shape import MIXED_TOKENS
-from ..live_model.patches import Patches
+from ..live_model.patches import Patches, is_patch
 from .kept_tokens import KeptTokens
 from .qkv_weights import QKVWeights
 
@@ -57,7 +57,7 @@ _FIXED_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
 
 
 class FusedDecoder:
-    """The decoder layers of one model, for steps that run as CUDA graphs."""
+    """The decoder layers of one model, for captured and for very large steps."""
 
     __name__ = "captured steps"
 
@@ -304,7 +304,7 @@ def _has_no_hooks(body: nn.Module) -> bool:
         forward = vars(module).get("forward")
         if module._forward_hooks or module._forward_pre_hooks:
             return False
-        if forward is not None and not hasattr(forward, "_nopad_patch"):
+        if forward is not None and not is_patch(forward):
             return False
     return not _has_any_global_hook()
 
@@ -314,7 +314,7 @@ def _is_verified(body: Any) -> bool:
     modules = [body.norm]
     for layer in body.layers:
         modules += [layer.input_layernorm, layer.self_attn]
-    return all(hasattr(module.forward, "_nopad_patch") for module in modules)
+    return all(is_patch(module.forward) for module in modules)
 
 
 def _by_own_kernels(keys: Tensor, heads: int) -> bool:

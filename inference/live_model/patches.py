@@ -40,7 +40,7 @@ class Patches:
         """
         attributes = vars(owner)
         current = attributes.get(name)
-        is_foreign = current is not None and not hasattr(current, "_nopad_patch")
+        is_foreign = current is not None and not is_patch(current)
         if isinstance(owner, nn.Module) and is_foreign:
             return
         value._nopad_patch = True
@@ -80,3 +80,8 @@ class Patches:
         for patch in patches:
             patch.attributes[patch.name] = patch.value
         return True
+
+
+def is_patch(value: Any) -> bool:
+    """Return whether an attribute was set by `Patches`."""
+    return hasattr(value, "_nopad_patch")

@@ -6,7 +6,7 @@ from .outputs import Completion, Score, StreamEvent, TokenLogprob
 from .request import Request
 from .request_builder import RequestBuilder
 from .sampling_params import SamplingParams
-from .tokenization import TokenizerAdapter
+from .tokenizer_adapter import TokenizerAdapter
 
 __all__ = [
     "Completion",

@@ -1,6 +1,7 @@
 """The random numbers of a request: a hash of its key and the position, without a state.
 
     key: (engine's seed, stream, number of the call, index of the prompt over all ranks, sample)
+         or, with seed=, (seed, hash of the prompt, sample)
 
 A request draws the same numbers whatever else is in the batch, however its prompt is chunked, on
 any rank, and after a preemption. The global generators are never used.

@@ -17,7 +17,7 @@ import numpy as np
 from .detokenizer import CONTEXT_TOKENS, Detokenizer, added_text, find_stop
 from .outputs import Completion, StreamEvent, TokenLogprob
 from .request import Request
-from .tokenization import TokenizerAdapter
+from .tokenizer_adapter import TokenizerAdapter
 
 EventQueue = deque[StreamEvent]
 """Events that a caller has not read yet."""
@@ -159,7 +159,7 @@ class RequestGroup:
         state = self._text(request)
         first = state.num_tokens_sent
         tokens = request.output_token_ids[first:]
-        logprobs = _logprobs(request, first)
+        logprobs = _token_logprobs(request, first)
         state.num_tokens_sent += len(tokens)
         text = self._stable_text(request, state)[state.num_chars_sent :]
         state.num_chars_sent += len(text)
@@ -187,7 +187,7 @@ class RequestGroup:
             token_ids=list(request.output_token_ids),
             text=self._full_text(request),
             finish_reason=request.finish_reason or "error",
-            logprobs=_logprobs(request),
+            logprobs=_token_logprobs(request),
             prompt_logprobs=_prompt_logprobs(request),
             error=request.error,
             prompt_token_ids=self._prompt(),
@@ -211,7 +211,7 @@ def _context(request: Request) -> list[int]:
     return request.prompt_token_ids[-CONTEXT_TOKENS:].tolist()
 
 
-def _logprobs(request: Request, first: int = 0) -> list[TokenLogprob] | None:
+def _token_logprobs(request: Request, first: int = 0) -> list[TokenLogprob] | None:
     """Return the entries of the new tokens from number `first` on."""
     if request.params.logprobs is None:
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of a token under the model's own distribution, before sampling parameters."""
+    """Log-probability of a token: raw, or after the sampling parameters (`logprobs_mode`)."""
 
     token_id: int
     """The token."""

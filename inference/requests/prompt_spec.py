@@ -1,4 +1,4 @@
-"""`PromptSpec`: one prompt of a call with its own parameters, priority and deadline, checked.
+"""`PromptSpec`: give each prompt of a call its parameters, priority and deadline, checked.
 
 An argument of a call may be one value for all prompts or one value for each. Values of a wrong type
 or number raise before anything runs.
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .batch_encoding import split_batch
 from .sampling_params import SamplingParams
-from .tokenization import Prompt
+from .tokenizer_adapter import Prompt
 
 Params = SamplingParams | Mapping[str, Any] | None
 _EXPECTED = {

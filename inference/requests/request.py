@@ -1,4 +1,4 @@
-"""One sequence on its way through the engine, described by a few counters.
+"""`Request`: one sequence on its way through the engine, described by a few counters.
 
     tokens         [ p p p p p p p p | o o o ]        prompt, then output
     num_computed     ───────────▶                     keys and values are in the cache up to here

@@ -18,7 +18,7 @@ from .draws import Draws, prompt_hash, stream_seed
 from .output_processor import RequestGroup
 from .prompt_spec import PromptSpec
 from .request import Request
-from .tokenization import RequestError, TokenizerAdapter, estimate_tokens
+from .tokenizer_adapter import RequestError, TokenizerAdapter, estimate_tokens
 
 
 class EncodedPrompt(NamedTuple):

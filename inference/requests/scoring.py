@@ -20,7 +20,7 @@ from .outputs import Score
 from .request import Request
 from .request_builder import RequestBuilder
 from .sampling_params import SamplingParams
-from .tokenization import RequestError, TokenizerAdapter
+from .tokenizer_adapter import RequestError, TokenizerAdapter
 
 ScoreJob = tuple[np.ndarray, int] | str
 """Token ids and the first position to score; or the reason why there is nothing to score."""

@@ -186,7 +186,7 @@ class StepLoop:
                 if not updated or updated[-1] is not request:
                     updated.append(request)
                 if (top := request.params.logprobs) is not None:
-                    request.logprobs.append((token, *_logprobs(output, index, top)))
+                    request.logprobs.append((token, *_logprob_row(output, index, top)))
             if token in request.stop_token_ids:
                 self._finish(request, "stop")
             elif request.at_max_len and not request.params.stop:
@@ -219,7 +219,7 @@ class StepLoop:
                 self._finish(request, "error", NOT_FINITE)
                 failed.append(request)
             for position in span:
-                logprob, top_tokens, top_logprobs = _logprobs(output, index, top)
+                logprob, top_tokens, top_logprobs = _logprob_row(output, index, top)
                 is_greedy = bool(output.is_greedy[index])
                 request.scores[position + 1] = (logprob, is_greedy, top_tokens, top_logprobs)
                 index += 1
@@ -232,7 +232,7 @@ class StepLoop:
         self.stats.record_finish(request, self.clock())
 
 
-def _logprobs(output: StepOutput, index: int, top: int) -> tuple[float, list[int], list[float]]:
+def _logprob_row(output: StepOutput, index: int, top: int) -> tuple[float, list[int], list[float]]:
     assert output.logprob is not None
     assert output.top_tokens is not None and output.top_logprobs is not None
     top_tokens = output.top_tokens[index, :top].tolist()

@@ -1,13 +1,13 @@
 """Continuous-batching scheduler: how many tokens of which requests the next step runs.
 
-    waiting (heap) ──admit──▶ running (oldest first) ──finish──▶
+    waiting (heap) ──admit──▶ running (in order) ──finish──▶
                    ◀─preempt──
 
 One pass over the running requests gives each the tokens it needs, within the token budget of a
 step; the rest of the budget admits waiting requests. Prefill and decode are not distinguished: a
 request needs more or fewer tokens. Requests are ordered by arrival; one level of priority counts as
-1,024 arrivals, so a request of low priority waits long but not forever. The order never changes, so
-the first request is never preempted, always gets its pages, and every load makes progress. Pure
+1,024 arrivals, so one with a larger `priority` waits long but not forever. The order never changes,
+so the first request is never preempted, always gets its pages, and every load makes progress. Pure
 integers, no tensors.
 """
 
@@ -298,6 +298,7 @@ class Scheduler:
         pages = self.pages.pages(request.id)
         num_tokens = min(request.num_tokens, request.max_len - 1)
         missing = -(-num_tokens // self.pages.page_size) - len(pages)
+        # 1 % stays free, so that running requests can grow without a preemption.
         reserve = self.pages.num_pages // 100 if self.running else 0
         if missing + reserve > self.pages.available:
             self.pages.free(request.id)

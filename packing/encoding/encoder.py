@@ -23,7 +23,7 @@ from ..argument_checks import check_counts
 from ..document_starts import check_not_packed
 from ..planning.overflow import too_long_error
 from ..sample import IGNORE_INDEX, Sample
-from ..sources.source import Row, RowError
+from ..sources.source import TEXT_COLUMN, Row, RowError
 from ..state.fingerprint import processor_settings, tokenizer_fingerprint
 from ..token_ids import LOSS_MASKS, check_masks, make_sample, refuse_images, validate_token_ids
 from .chat import encode_chat
@@ -49,7 +49,7 @@ class Encoder:
         self,
         tokenizer: Any = None,
         *,
-        text_column: str = "text",
+        text_column: str = TEXT_COLUMN,
         add_eos: bool | int = True,
         vocab_size: int | None = None,
         format: RowFormat | None = None,
@@ -120,7 +120,7 @@ class Encoder:
     def _text_parts(self, row: Any) -> tuple[str, ...] | None:
         """Return the row's text, or its prompt and completion; None for other rows."""
         if isinstance(row, str):
-            return (_check_text(row, "text"),)
+            return (_check_text(row, TEXT_COLUMN),)
         if not isinstance(row, Mapping) or "input_ids" in row:
             return None
         self._check_columns(row)

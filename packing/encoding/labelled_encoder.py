@@ -57,9 +57,11 @@ def make_encoder(tokenizer: Any, label_column: str | None, **options: Any) -> En
 
     tokenizer: or a processor, for rows with images.
     """
-    if hasattr(tokenizer, "image_processor") and label_column is not None:
-        raise ValueError(f"label_column={label_column!r}: heads on models of images are not packed")
     if hasattr(tokenizer, "image_processor"):
+        if label_column is not None:
+            raise ValueError(
+                f"label_column={label_column!r}: heads on models of images are not packed"
+            )
         return ImageEncoder(tokenizer, **options)
     if label_column is None:
         return Encoder(tokenizer, **options)

@@ -1,8 +1,9 @@
-"""The work of a shard: read a range of rows, encode it, write its files, as one pure function.
+"""The work of a shard: read a range of rows, encode it, write its files.
 
     write_shard(job, number) ─▶ 00000.bin .idx .mask? and then 00000.json, its record
 
 The files depend on the job and the number only, whatever process or machine runs it.
+`encode_source` encodes in memory instead.
 """
 
 from __future__ import annotations

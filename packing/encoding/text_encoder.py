@@ -84,8 +84,8 @@ class TextEncoder:
         """Raise if the beginning of a text has other ids than the tokenizer's."""
         if not self.is_exact([text[:CHECKED_LETTERS]]):
             raise ValueError(
-                f"{self.library} encodes {text[:60]!r}... otherwise than the tokenizer: uninstall "
-                f"{self.library}, and tokenize again into another folder"
+                f"{self.library} encodes {text[:60]!r}... differently than the tokenizer: "
+                f"uninstall {self.library}, and tokenize again into another folder"
             )
 
     def __getstate__(self) -> dict:

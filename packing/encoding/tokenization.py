@@ -38,7 +38,7 @@ from ..sources.in_memory import IterableSource, TokenRowSource
 from ..sources.local_folder import Folder, LocalFolder, open_folder
 from ..sources.open_source import open_source
 from ..sources.remote import is_url
-from ..sources.source import Row, RowSource
+from ..sources.source import TEXT_COLUMN, Row, RowSource
 from .encoder import Encoder
 from .ray_tasks import run_tasks
 from .report import SkippedRows
@@ -63,7 +63,7 @@ def tokenize(
     out: str | os.PathLike,
     *,
     tokenizer: Any = None,
-    text_column: str = "text",
+    text_column: str = TEXT_COLUMN,
     format: RowFormat | None = None,
     add_eos: bool | int = True,
     vocab_size: int | None = None,

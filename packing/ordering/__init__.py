@@ -2,12 +2,12 @@
 
 from .mixture import Mixture
 from .permutation import permute, shuffle_key
-from .rank_shard import Position, RankShard
+from .rank_share import Position, RankShare
 
 __all__ = [
     "Mixture",
     "Position",
-    "RankShard",
+    "RankShare",
     "permute",
     "shuffle_key",
 ]

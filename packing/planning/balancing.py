@@ -27,6 +27,7 @@ from ..ordering.permutation import permute, shuffle_key
 from .planner import Plan
 
 GROUPS = (64, 8)
+"""Sizes of the groups, one inside the other: packs of a step on up to 8 or 64 ranks are similar."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from ..encoding.report import NO_PACKS, SkippedRows, add_counts, build_report
 from ..images import check_uncut
 from ..ordering.mixture import MixedOrder, Mixture, has_schedule
 from ..ordering.permutation import epoch_order
-from ..ordering.rank_shard import Position, RankShard
+from ..ordering.rank_share import Position, RankShare
 from ..pack import Pack
 from ..planning.balancing import Leveler, NoLeveling
 from ..planning.overflow import kept_lengths, max_sample_length, too_long_error
@@ -202,7 +202,7 @@ class PlannedPacks:
         return self.store.fingerprint()
 
     def read(
-        self, position: Position, share: RankShard, base: int, cursors: Mapping | None = None
+        self, position: Position, share: RankShare, base: int, cursors: Mapping | None = None
     ) -> Iterator[Pack]:
         """Yield the share's packs from `position` on, through the epochs before its `end_epoch`.
 

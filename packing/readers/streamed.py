@@ -22,7 +22,7 @@ import numpy as np
 
 from ..encoding.report import NO_PACKS, SkippedRows, add_counts, build_report
 from ..ordering.mixture import has_schedule
-from ..ordering.rank_shard import Position, RankShard
+from ..ordering.rank_share import Position, RankShare
 from ..pack import Pack
 from ..planning.planner import Counts
 from ..state.fingerprint import Fingerprint
@@ -41,7 +41,7 @@ class StreamedPacks:
         self._shards: dict[int, ShardReader] = {}
 
     def read(
-        self, position: Position, share: RankShard, base: int, cursors: Mapping[int, dict]
+        self, position: Position, share: RankShare, base: int, cursors: Mapping[int, dict]
     ) -> Iterator[Pack]:
         """Yield the share's packs from `position` on; cursors are those of its shards."""
         self._check_share(position, share)
@@ -85,7 +85,7 @@ class StreamedPacks:
         check_packs_left(index, self.max_packs)
         return replace(position, index=index)
 
-    def _open(self, position: Position, share: RankShard, index: int, cursors: Mapping[int, dict]):
+    def _open(self, position: Position, share: RankShare, index: int, cursors: Mapping[int, dict]):
         """Open the shards of a share, each after the last of its packs that was trained on."""
         num_shards, shards = self.settings.shards, {}
         for pack in range(index, index + num_shards, share.stride):
@@ -154,7 +154,7 @@ class StreamedPacks:
         counts = add_counts(Counts(*cursor["counts"]) for cursor in cursors.values())
         return build_report(counts, tokens.tolist(), skipped, self.settings.budget)
 
-    def _check_share(self, position: Position, share: RankShard) -> None:
+    def _check_share(self, position: Position, share: RankShare) -> None:
         shards = self.settings.shards
         if shards % share.stride:
             *divisors, last = (str(n) for n in range(1, shards + 1) if shards % n == 0)
@@ -172,7 +172,7 @@ class StreamedPacks:
             )
 
 
-def _all_ended(shards: Mapping[int, ShardReader], share: RankShard) -> bool:
+def _all_ended(shards: Mapping[int, ShardReader], share: RankShare) -> bool:
     """Return whether all shards have ended; raise if the data never gave a pack."""
     readers = shards.values()
     ended = all(shard.ended for shard in readers)

@@ -1,4 +1,4 @@
-"""A corpus: tokenized documents in shards, read with known lengths and without a tokenizer.
+"""The folder of a corpus, tokenized documents in shards: token arrays, manifest, checksums.
 
     FOLDER/  00000.bin 00000.idx 00000.mask?     the documents of a range of rows, as in Megatron
              00001.bin ...

@@ -17,7 +17,7 @@ BATCH = 256
 class IndexedSource(RowSource):
     """Rows with random access: any order, any shard, any position at no cost."""
 
-    shuffles_rows = num_rows_is_exact = True
+    shuffles_rows = True
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -22,7 +22,7 @@ from .in_memory import IterableSource, ListSource
 from .local_folder import Folder, LocalFolder
 from .paths import DataFile, check_name, list_files
 from .remote import RemoteFolder, exists, is_url, list_url, local_path, shown
-from .source import RowSource
+from .source import TEXT_COLUMN, RowSource
 from .text_files import TextFileSource
 from .token_store import TokenArray, TokenStore
 
@@ -47,7 +47,7 @@ class _PathOptions:
 def open_source(
     source: Any,
     *,
-    text_column: str = "text",
+    text_column: str = TEXT_COLUMN,
     glob: str | None = None,
     dtype: str | None = None,
     eos_token_id: int | None = None,

@@ -17,6 +17,8 @@ import numpy as np
 
 from ..state.run_state import is_non_negative_int
 
+TEXT_COLUMN = "text"
+"""The column with the text, unless the user names another."""
 SMALL_BYTES = 64 << 20
 """Decompressed bytes up to which a source is small: it is encoded before training starts."""
 Cursor = Any
@@ -56,8 +58,6 @@ class RowSource(ABC):
     """The files that the rows are in, if any."""
     num_bytes: int | None = None
     """Decompressed size of the data, if known; beyond SMALL_BYTES, an estimate."""
-    num_rows_is_exact = False
-    """Whether `num_rows` is exact, not an estimate."""
 
     @abstractmethod
     def read(

@@ -8,6 +8,7 @@ from ..state.content_key import files_key
 from .indexed_source import IndexedSource
 from .paths import DataFile, display_name, files_fingerprint
 from .remote import RemoteFile, RemoteReadError, read_together
+from .source import TEXT_COLUMN
 
 FILE_LIMIT = 1 << 30
 
@@ -15,7 +16,9 @@ FILE_LIMIT = 1 << 30
 class TextFileSource(IndexedSource):
     """Documents that are files; `text_column` is the key of the text in a row."""
 
-    def __init__(self, paths: list[DataFile], text_column: str = "text", name: str | None = None):
+    def __init__(
+        self, paths: list[DataFile], text_column: str = TEXT_COLUMN, name: str | None = None
+    ):
         self.paths, self.text_column = paths, text_column
         self.name = name or display_name(paths)
         self.num_bytes = sum(path.stat().st_size for path in paths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ..ordering.rank_shard import WINDOW, Position, RankShard
+from ..ordering.rank_share import WINDOW, Position, RankShare
 from ..pack import Pack
 
 EPOCH = ("epoch", "epoch_start", *WINDOW)
@@ -36,7 +36,7 @@ class Progress:
         fields = self.position.to_json()
         return {name: fields[name] for name in EPOCH if name in fields}
 
-    def check_next(self, index: int, cursor: dict, share: RankShard, shards: int) -> None:
+    def check_next(self, index: int, cursor: dict, share: RankShare, shards: int) -> None:
         """Raise if a streamed pack is not this rank's next one: its shard's cursor would be lost.
 
         The packs of shards that have ended may be missing.
@@ -55,7 +55,7 @@ class Progress:
                 "mark all packs of a stream as trained, in their order"
             )
 
-    def next_position(self, share: RankShard) -> Position:
+    def next_position(self, share: RankShare) -> Position:
         """Return the position after the round of the last pack: the same on every rank."""
         if self.last is None:
             return self.position
@@ -68,7 +68,7 @@ class Progress:
         _, epoch = self.last or (0, self._epoch())
         return {"id": worker, "num_workers": num_workers, "num_packs": self.num_packs, **epoch}
 
-    def continue_worker(self, worker: dict, share: RankShard) -> Position:
+    def continue_worker(self, worker: dict, share: RankShare) -> Position:
         """Count the packs of a `worker_state` as done, and return the position after them."""
         self.num_packs = worker["num_packs"]
         index = share.first(self.position.index) + self.num_packs * share.stride

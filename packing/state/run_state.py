@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..ordering.rank_shard import WINDOW
+from ..ordering.rank_share import WINDOW
 
 VERSION = 1
 """Incremented when the format changes, or when the same data and settings give other packs."""

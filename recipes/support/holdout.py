@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 from typing import Any
 
 from nopad.packing.encoding import Encoder
-from nopad.packing.sources import RowSource
+from nopad.packing.sources import TEXT_COLUMN, Row, RowSource, WrappedSource
 from nopad.recipes.support.run_dir import is_main_process
 from nopad.recipes.support.stdlib_corpus import parses
 from nopad.trainer.evaluation import Example, GenerationEval, row_example
@@ -25,25 +25,33 @@ SAMPLING = {"temperature": 0.5, "max_tokens": 48}
 """Greedy completions of a small model repeat themselves, so that its scores jump up and down."""
 
 
-class ExcludingRows(RowSource):
+class ExcludingRows(WrappedSource):
     """A source without the rows that have these digests."""
 
     def __init__(self, source: RowSource, excluded: Iterable[str]):
+        super().__init__(source)
         self.excluded = frozenset(excluded)
-        self.source, self.name, self.default_shards = source, source.name, source.default_shards
-        self.num_bytes, self.shuffles_rows = source.num_bytes, source.shuffles_rows
 
     def read(self, shard, shards, cursor=None, shuffle_key=None):
-        rows = self.source.read(shard, shards, cursor, shuffle_key)
+        return self._kept(super().read(shard, shards, cursor, shuffle_key))
+
+    def read_range(self, begin: int, end: int):
+        return self._kept(super().read_range(begin, end))
+
+    def _kept(self, rows: Iterator[Row]) -> Iterator[Row]:
         return (row for row in rows if row_digest(row.value) not in self.excluded)
 
     def fingerprint(self) -> str:
+        return self._without_excluded(super().fingerprint())
+
+    def cache_key(self) -> str | None:
+        key = super().cache_key()
+        return None if key is None else self._without_excluded(key)
+
+    def _without_excluded(self, text: str) -> str:
         digests = "".join(sorted(self.excluded)).encode()
         digest = hashlib.blake2b(digests, digest_size=16).hexdigest()
-        return f"{self.source.fingerprint()} without {len(self.excluded)} rows {digest}"
-
-    def check_cursor(self, cursor: Any) -> None:
-        self.source.check_cursor(cursor)
+        return f"{text} without {len(self.excluded)} rows {digest}"
 
 
 def row_digest(row: Any) -> str:
@@ -52,7 +60,7 @@ def row_digest(row: Any) -> str:
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
-def hold_out(source: Any, count: int, column: str = "text", format: Any = None):
+def hold_out(source: Any, count: int, column: str = TEXT_COLUMN, format: Any = None):
     """Return a source without at most `count` rows, and those rows as examples.
 
     column, format: how the rows are read, as in `PackedDataset`.
@@ -65,7 +73,7 @@ def hold_out(source: Any, count: int, column: str = "text", format: Any = None):
 
 
 def pick_examples(
-    rows: Iterable, count: int, column: str = "text", convert: Callable | None = None
+    rows: Iterable, count: int, column: str = TEXT_COLUMN, convert: Callable | None = None
 ) -> dict[str, Example]:
     """Pick about one in fifty rows, the first `count` that have a reference, by digest.
 

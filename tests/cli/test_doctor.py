@@ -24,7 +24,7 @@ from nopad.packing import PackedDataset
 from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring import check_run
 from odd_models import odd_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertForMaskedLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
@@ -142,6 +142,15 @@ def test_a_leak_of_an_encoder_is_told(capsys, monkeypatch):
     assert main(["bert"]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "WRONG (leak" in out and "leak 0," not in out
+
+
+def test_a_gradient_that_is_not_a_number_is_wrong():
+    kind = BertForMaskedLM
+    model = doctor_heads.load_head(kind, kind.config_class(), None)
+    assert doctor_heads.check_head(model).is_right
+    model.bert.encoder.layer[1].output.dense.weight.register_hook(lambda g: g * float("nan"))
+    report = doctor_heads.check_head(model)
+    assert report.gradients != report.gradients and not report.is_right
 
 
 @pytest.mark.parametrize("index, said", [(3, False), (20, True)])

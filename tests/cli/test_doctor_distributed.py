@@ -29,12 +29,20 @@ def test_ranks_that_agree_pass_and_each_fault_is_told_on_all_ranks():
     checks = verdicts(first["none"][1])
     assert set(checks.values()) == {"ok"} and list(checks) == CHECKS
     assert first["none"][1].rstrip().endswith("All ranks agree.")
-    wrong = {"data": "packs", "weights": "generation", "count": "DDP SP TP"}
+    wrong = {"data": "packs", "weights": "generation", "count": "DDP"}
     for fault, text in ((fault, first[fault][1]) for fault in wrong):
         assert [name for name, told in verdicts(text).items() if told == "WRONG"] == (
             wrong[fault].split()
         ), text
     assert verdicts(first["count"][1])["packs"] == "ok"
+
+
+@pytest.mark.slow
+def test_a_wrong_count_is_told_in_groups_that_share_a_model():
+    first, _ = tiny_run.launch(CHILD, "count in groups", timeout=120)
+    status, text = first["count in groups"]
+    assert status == 1
+    assert [name for name, told in verdicts(text).items() if told == "WRONG"] == ["SP", "TP"], text
 
 
 def test_groups_that_a_number_of_ranks_does_not_allow_are_skipped(monkeypatch):

@@ -16,14 +16,13 @@ pytest.importorskip("nopad.kernels.hopper_gemm", reason="Gluon of Triton 3.6 or 
 from nopad.kernels import GemmTiles, gemm_tiles, skinny_gemm, split_k_gemm
 
 _COMPILE = """
+import ast, sys
 import triton
 from nopad.kernels.hopper_gemm import _layout, _split_k_kernel as kernel
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-for block_m, block_n, block_k, stages, warps, dtype in (
-    (16, 64, 256, 3, 4, "fp32"), (64, 64, 128, 5, 4, "bf16"), (128, 128, 64, 4, 8, "bf16"),
-):
+for block_m, block_n, block_k, stages, warps, dtype in ast.literal_eval(sys.argv[1]):
     sizes = dict(BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, NUM_STAGES=stages)
     constants = sizes | {"num_warps": warps}
     signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
@@ -42,10 +41,20 @@ for block_m, block_n, block_k, stages, warps, dtype in (
 """
 
 
-def test_it_compiles_for_hopper_and_reads_its_weights_before_it_waits():
+LARGE = [(64, 64, 128, 5, 4, "bf16"), (128, 128, 64, 4, 8, "bf16")]
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(16, 64, 256, 3, 4, "fp32")], pytest.param(LARGE, marks=pytest.mark.slow)], ids=len
+)
+def test_it_compiles_for_hopper_and_reads_its_weights_before_it_waits(shapes):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-c", _COMPILE], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-c", _COMPILE, repr(shapes)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
 

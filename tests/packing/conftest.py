@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from nopad.packing import Pack, PackedDataset
-from nopad.packing.ordering import RankShard
+from nopad.packing.ordering import RankShare
 from nopad.packing.state import merge_states
 
 
@@ -90,7 +90,7 @@ class Run:
         dataset = self.make(rank=rank, world_size=self.world_size)
         if self.state is not None:
             dataset.load_state_dict(self.state)
-        share = RankShard(rank, self.world_size, worker, self.workers)
+        share = RankShare(rank, self.world_size, worker, self.workers)
         dataset._share = lambda: share
         return dataset
 

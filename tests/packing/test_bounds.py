@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from nopad.packing import PackedDataset, Packer, Sample
-from nopad.packing.ordering import Position, RankShard
+from nopad.packing.ordering import Position, RankShare
 from nopad.packing.sources import TokenArray
 
 
@@ -37,7 +37,7 @@ def test_millions_of_planned_documents_do_not_grow_the_process(count):
     lengths[::7] = 11
     flat = np.zeros(64, np.uint16)
     array = TokenArray("flat", flat, np.zeros(count, np.int64), lengths)
-    packs = PackedDataset(array, budget=8192).reader.read(Position(end_epoch=1), RankShard(), 0)
+    packs = PackedDataset(array, budget=8192).reader.read(Position(end_epoch=1), RankShare(), 0)
     after, seen = None, 0
     for number, pack in enumerate(packs):
         seen += len(pack.samples)

@@ -14,7 +14,7 @@ from nopad.packing import PackedDataset, Sample, dataset, token_ids
 from nopad.packing import sample as sample_module
 from nopad.packing.encoding import Encoder
 from nopad.packing.encoding import encoder as encoder_module
-from nopad.packing.ordering import Mixture, RankShard, shuffle_key
+from nopad.packing.ordering import Mixture, RankShare, shuffle_key
 from nopad.packing.planning import Plan, packer
 from nopad.packing.readers import planned, shard_reader, shuffled_rows, streamed
 from nopad.packing.sources import hf_datasets, paths, token_store
@@ -197,17 +197,17 @@ def no_check(*args, **kwargs):
 
 FAULTS = {
     "a worker's share starts one pack late": (
-        RankShard, "first", lambda self, base: base + (self.rank - base) % self.world_size
+        RankShare, "first", lambda self, base: base + (self.rank - base) % self.world_size
         + self.worker * self.world_size + 1),
     "workers of a rank repeat each other": (
-        RankShard, "first", lambda self, base: base + (self.rank - base) % self.world_size),
-    "the stride forgets the workers": (RankShard, "stride", property(lambda self: self.world_size)),
+        RankShare, "first", lambda self, base: base + (self.rank - base) % self.world_size),
+    "the stride forgets the workers": (RankShare, "stride", property(lambda self: self.world_size)),
     "a round ends with its first pack": (
-        RankShard, "round_end", lambda self, index, base: index + 1),
+        RankShare, "round_end", lambda self, index, base: index + 1),
     "a round is counted from 0, not from the base": (
-        RankShard, "round_start", lambda self, index, base: index - index % self.world_size + 1),
+        RankShare, "round_start", lambda self, index, base: index - index % self.world_size + 1),
     "ranks are dealt from the base": (
-        RankShard, "first", lambda self, base: base + self.rank + self.worker * self.world_size
+        RankShare, "first", lambda self, base: base + self.rank + self.worker * self.world_size
         + (0 if base % 3 else self.world_size)),
     "the epoch is not in the key": (planned, "epoch_order", lambda n, seed, epoch, shuffle:
                                     epoch_order(n, seed, 0, shuffle)),

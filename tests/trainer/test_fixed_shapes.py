@@ -8,7 +8,7 @@ from front_ends import FIRST_STEP
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
-from nopad.trainer.monitoring.packing_check import measure_leak
+from nopad.trainer.monitoring.packing_difference import measure_leak
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

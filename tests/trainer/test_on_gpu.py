@@ -17,7 +17,7 @@ from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
 from nopad.runtime import gather_rng_states, load_rng_states
 from nopad.trainer.loss import attach_loss
-from nopad.trainer.monitoring.packing_check import measure_leak
+from nopad.trainer.monitoring.packing_difference import measure_leak
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

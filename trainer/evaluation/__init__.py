@@ -1,9 +1,9 @@
 """Evaluation by generation during training: examples, metrics, a time budget, reports."""
 
+from .eval_report import Example, Report
 from .example_rows import read_examples, row_example
 from .generation_eval import GenerationEval
 from .metrics import contains, exact_match, regex_match
-from .report import Example, Report
 from .report_writer import report_lines
 
 __all__ = [

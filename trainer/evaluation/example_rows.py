@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...packing.sources import RowSource, open_source
-from .report import Example
+from ...packing.sources import TEXT_COLUMN, RowSource, open_source
+from .eval_report import Example
 
 PROMPT_CHARS, REFERENCE_CHARS = 160, 40
 """A text's first characters are the prompt; the next ones are the reference."""
@@ -32,7 +32,9 @@ def read_examples(path: str | Path) -> list[Example]:
     return [example for example in examples if example is not None]
 
 
-def row_example(row: Any, column: str = "text", convert: Callable | None = None) -> Example | None:
+def row_example(
+    row: Any, column: str = TEXT_COLUMN, convert: Callable | None = None
+) -> Example | None:
     """Turn a row into a prompt and a reference; None if it has no reference.
 
     The reference is the completion, the last answer of a conversation, or how a text continues.

@@ -29,9 +29,9 @@ from ...runtime import (
 )
 from ..fsdp_unshard import unsharded
 from ..monitoring.throughput import ThroughputMeter
+from .completion_scores import COUNTERS, Scores, join_errors, score_completions, to_floats
+from .eval_report import Example, Report, TableRow, full_name
 from .metrics import Metric
-from .report import Example, Report, TableRow, full_name
-from .scoring import COUNTERS, Scores, join_errors, score_completions, to_floats
 from .time_budget import EvalPlan, TimeBudget, subset
 
 log = logging.getLogger(__name__)

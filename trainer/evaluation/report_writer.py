@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .report import Report, TableRow, full_name
+from .eval_report import Report, TableRow, full_name
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from .attached_loss import AttachedLoss, attach_loss
 from .cross_entropy import linear_cross_entropy
 from .embeddings import document_embeddings, pool_documents
-from .preference import preference_log_probs
+from .preference_log_probs import preference_log_probs
 
 __all__ = [
     "AttachedLoss",

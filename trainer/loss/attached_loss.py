@@ -26,7 +26,7 @@ from ...runtime import HostCopy, to_device, unwrap_peft
 from ..fsdp_unshard import full_tensor, unsharded_head
 from .auxiliary_loss import AuxiliaryLoss, sum_weights
 from .cross_entropy import linear_cross_entropy
-from .document_states import document_contexts, reset_states
+from .document_boundaries import document_contexts, reset_states
 from .head_bypass import HeadBypass, NoLogits, bypass_of, has_plain_head, split_scale
 from .heads import find_head, prepare_positions, reads_context, run_per_document, score_losses
 from .sequence_parallel import RowShards, check_shardable

@@ -2,7 +2,7 @@
 
 from .finite_check import FiniteCheck, NonFiniteError, check_weights, raise_if_not_finite
 from .flops import ModelFlops
-from .packing_check import measure_images
+from .packing_difference import measure_images
 from .preflight import check_run
 from .throughput import ThroughputMeter, tracker_tags
 

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from ...attention.hf import (
-    check_rows,
     install_mask_patch,
     is_encoder,
     nan_max,
+    probe_rows,
     sequence_limit,
     unsupported_reason,
     zero_weights_filled,
@@ -35,11 +35,12 @@ from ..data.model_limits import ModelLimits, length_limit, shorter_samples_advic
 from ..fsdp_unshard import reshard
 from ..loss.attached_loss import find_loss
 from .flops import describe_slow_bf16
-from .packing_check import (
+from .packing_difference import (
     image_samples,
     measure_difference,
     measure_leak,
     measure_shard_difference,
+    shape_limits,
 )
 
 _MASK = "the attention mask"
@@ -113,9 +114,8 @@ def _check_rows(data: PackedDataset, config: Any, collator: Any) -> dict[int, li
     budget, limit = data.settings["budget"], length_limit(config)
     longest = _longest(data) or data.settings["max_length"] or budget
     longest = longest if limit is None else min(longest, limit.length)
-    longest = min(longest, getattr(collator, "max_length", None) or longest)
-    max_samples = getattr(collator, "fixed_sequences", None)
-    return check_rows(config, budget, max(longest, 1), max_samples)
+    max_samples, max_length = shape_limits(collator)
+    return probe_rows(config, budget, max(min(longest, max_length or longest), 1), max_samples)
 
 
 def _find_fault(

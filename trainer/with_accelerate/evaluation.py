@@ -18,6 +18,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from ..evaluation.eval_report import Report
 from ..evaluation.generation_eval import (
     GenerationEval,
     check_unique_names,
@@ -25,7 +26,6 @@ from ..evaluation.generation_eval import (
     load_eval_states,
 )
 from ..evaluation.live_requests import LiveServer, answer_requests, check_server
-from ..evaluation.report import Report
 from ..evaluation.report_writer import ReportWriter, table_logger
 from ..monitoring.throughput import ThroughputMeter
 

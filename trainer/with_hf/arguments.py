@@ -17,6 +17,7 @@ from typing import Any
 from transformers import TrainingArguments, training_args
 
 from ...packing import PackedDataset
+from ...packing.sources import TEXT_COLUMN
 
 Accepts = Callable[[Any, PackedDataset], bool]
 
@@ -156,7 +157,7 @@ def plain_settings(args: TrainingArguments, given: dict[str, Any], budget: Any) 
     settings: dict[str, Any] = {"budget": budget, "seed": seed}
     settings["shuffle"] = args.train_sampling_strategy != "sequential"
     settings["format"] = given.pop("formatting_func", None)
-    settings["text_column"] = getattr(args, "dataset_text_field", "text")
+    settings["text_column"] = getattr(args, "dataset_text_field", TEXT_COLUMN)
     settings["pad_to_multiple_of"] = getattr(args, "pad_to_multiple_of", None) or 1
     max_length = getattr(args, "max_length", None)
     if max_length is not None and max_length != _default_of(args, "max_length"):

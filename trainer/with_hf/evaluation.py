@@ -28,9 +28,9 @@ from transformers import (
 )
 
 from ..data.loader import Batch, EvaluationLoader
+from ..evaluation.eval_report import Report
 from ..evaluation.generation_eval import GenerationEval, check_unique_names
 from ..evaluation.live_requests import LiveServer, answer_requests, check_server
-from ..evaluation.report import Report
 from ..evaluation.report_writer import ReportWriter
 
 
@@ -122,9 +122,8 @@ class EvalCallback(TrainerCallback):
         return self.trainer._determine_best_metric(metrics=metrics, trial=None)
 
     def _run(self, evaluation: GenerationEval, step: int) -> dict[str, float]:
-        meter = getattr(self.trainer, "meter", None)  # a stock Trainer has none
         with self.trainer.accelerator.autocast():
-            report = evaluation.run(step, self.trainer.model, meter)
+            report = evaluation.run(step, self.trainer.model, _meter(self.trainer))
         metrics = {name.replace("eval/", "eval_", 1): v for name, v in report.metrics.items()}
         self._latest[evaluation.name] = step, metrics
         if metrics:
@@ -188,9 +187,8 @@ class ServeCallback(TrainerCallback):
         self.server.close()
 
     def _answer(self, step: int, last: bool = False) -> None:
-        meter = getattr(self.trainer, "meter", None)  # a stock Trainer has none
         with self.trainer.accelerator.autocast():
-            answer_requests(self.server, step, self.trainer.model, meter, last)
+            answer_requests(self.server, step, self.trainer.model, _meter(self.trainer), last)
 
 
 class _WandbTables:
@@ -202,6 +200,11 @@ class _WandbTables:
     def log_table(self, name: str, columns: list, data: list, step: int) -> None:
         table = self._wandb.Table(columns=columns, data=data)
         self._wandb.log({name: table, "train/global_step": step})
+
+
+def _meter(trainer: Trainer) -> Any:
+    """Return the throughput meter; a stock Trainer has none."""
+    return getattr(trainer, "meter", None)
 
 
 def _best_metric_name(args: Any) -> str | None:

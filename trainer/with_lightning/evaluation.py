@@ -17,6 +17,7 @@ import logging
 import math
 from typing import Any
 
+from ..evaluation.eval_report import Report
 from ..evaluation.generation_eval import (
     GenerationEval,
     check_unique_names,
@@ -24,7 +25,6 @@ from ..evaluation.generation_eval import (
     load_eval_states,
 )
 from ..evaluation.live_requests import LiveServer, answer_requests, check_server
-from ..evaluation.report import Report
 from ..evaluation.report_writer import ReportWriter, table_logger
 from ..monitoring.throughput import ThroughputMeter
 from .hooks import AfterStep, pl

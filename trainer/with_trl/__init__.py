@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .packed_model import PackedModelMixin
-    from .preference import PackedDPOTrainer, PackedKTOTrainer, PackedRewardTrainer
+    from .preference_trainers import PackedDPOTrainer, PackedKTOTrainer, PackedRewardTrainer
     from .rollouts import LiveGRPOTrainer, LiveRLOOTrainer, LiveRolloutMixin
     from .sft_trainer import PackedSFTTrainer
 
@@ -27,7 +27,7 @@ __all__ = [
 ]
 _MODULES = {
     "packed_model": ("PackedModelMixin",),
-    "preference": ("PackedDPOTrainer", "PackedKTOTrainer", "PackedRewardTrainer"),
+    "preference_trainers": ("PackedDPOTrainer", "PackedKTOTrainer", "PackedRewardTrainer"),
     "rollouts": ("LiveGRPOTrainer", "LiveRLOOTrainer", "LiveRolloutMixin"),
     "sft_trainer": ("PackedSFTTrainer",),
 }

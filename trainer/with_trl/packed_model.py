@@ -16,7 +16,7 @@ from ...attention.hf import (
 )
 from ...runtime import unwrap_model
 from ..loss.packed_forward import packed_forward
-from ..monitoring.packing_check import measure_leak
+from ..monitoring.packing_difference import measure_leak
 from ..with_hf.intact_checkpoints import IntactCheckpointMixin
 
 STOCK_ATTENTION = ("eager", "sdpa", "flex_attention")

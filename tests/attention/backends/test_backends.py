@@ -158,7 +158,7 @@ def refused(backend, case, dtype, page_size, grad):
         DEVICE, dtype, case.heads, case.kv_heads, case.key_dim, case.value_dim, grad,
         case.window is not None, case.softcap is not None, case.sinks, page_size, False,
     )  # fmt: skip
-    return selection.unsupported_reason(backend, spec)
+    return selection.backend_reason(backend, spec)
 
 
 def assert_close_to_oracle(got, low, high):

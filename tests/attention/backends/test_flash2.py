@@ -51,13 +51,13 @@ def offer_build(monkeypatch):
 
 
 def test_without_package_and_kernels_the_package_is_named():
-    reason = selection.unsupported_reason("flash2", CUDA_CALL) or ""
+    reason = selection.backend_reason("flash2", CUDA_CALL) or ""
     assert "flash_attn is not installed" in reason
 
 
 def test_a_prebuilt_build_serves_where_the_package_is_missing(monkeypatch):
     offer_build(monkeypatch)
-    assert selection.unsupported_reason("flash2", CUDA_CALL) is None
+    assert selection.backend_reason("flash2", CUDA_CALL) is None
     assert flash2.library() == (LIBRARY, None)
     assert selection.select_backend(CUDA_CALL) == "flash2"
 
@@ -66,7 +66,7 @@ def test_the_package_goes_before_the_build(monkeypatch):
     package = SimpleNamespace()
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     offer_build(monkeypatch)
-    assert selection.unsupported_reason("flash2", CUDA_CALL) is None
+    assert selection.backend_reason("flash2", CUDA_CALL) is None
     assert flash2.library() == (package, None)
 
 

@@ -34,7 +34,7 @@ def test_sdpa_serves_the_cpu():
 def test_the_choice_for_a_kind_of_call_seen_before_is_cached(monkeypatch):
     specs = [spec(), spec(page_size=16)]
     names = list(map(selection.select_backend, specs))
-    monkeypatch.setattr(selection, "unsupported_reason", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr(selection, "backend_reason", lambda *_: pytest.fail("asked again"))
     assert list(map(selection.select_backend, specs)) == names
 
 
@@ -102,7 +102,7 @@ def test_the_choice_is_said_once_with_what_was_passed_over(caplog):
 def test_a_backend_that_computes_wrongly_is_passed_over(monkeypatch):
     """Without the trial, a broken build would give wrong results."""
     monkeypatch.setattr(sdpa, "packed", lambda q, k, v, varlen, score_params: v.clone())
-    reason = selection.unsupported_reason("sdpa", spec())
+    reason = selection.backend_reason("sdpa", spec())
     assert reason is not None and "off by" in reason
 
 
@@ -114,7 +114,7 @@ def test_a_head_dim_that_a_build_left_out_is_the_reason_told(monkeypatch):
         return right(q, k, v, *rest) if q.shape[-1] > 32 else v.clone()
 
     monkeypatch.setattr(sdpa, "packed", without_narrow_heads)
-    reason = selection.unsupported_reason("sdpa", spec()) or ""
+    reason = selection.backend_reason("sdpa", spec()) or ""
     assert reason.startswith("it does not support head dim 16 here: its trial call was off by")
     assert reason.endswith("with 64 it was right")
 
@@ -124,7 +124,7 @@ def test_a_backend_that_raises_is_passed_over_with_its_words(monkeypatch):
         raise RuntimeError("built without softcap")
 
     monkeypatch.setattr(sdpa, "packed", broken)
-    assert "built without softcap" in (selection.unsupported_reason("sdpa", spec()) or "")
+    assert "built without softcap" in (selection.backend_reason("sdpa", spec()) or "")
 
 
 def test_a_trial_that_runs_out_of_memory_decides_nothing(monkeypatch):
@@ -136,14 +136,14 @@ def test_a_trial_that_runs_out_of_memory_decides_nothing(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sdpa, "packed", full)
         with pytest.raises(RuntimeError, match="out of memory"):
-            selection.unsupported_reason("sdpa", spec())
-    assert selection.unsupported_reason("sdpa", spec()) is None
+            selection.backend_reason("sdpa", spec())
+    assert selection.backend_reason("sdpa", spec()) is None
 
 
 @pytest.mark.parametrize("name", selection.BACKENDS)
 def test_trials_do_not_move_the_random_state(name):
     before = torch.get_rng_state()
-    selection.unsupported_reason(name, spec(page_size=16))
+    selection.backend_reason(name, spec(page_size=16))
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -164,7 +164,7 @@ def test_trials_do_not_move_the_random_state(name):
 )
 def test_declared_limits_are_told(name, changes, reason):
     known = {"device": "cuda", "dtype": torch.bfloat16} | changes
-    assert reason in (selection.unsupported_reason(name, spec(**known)) or "")
+    assert reason in (selection.backend_reason(name, spec(**known)) or "")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_right_backend_passes_its_trial_whatever_the_size(heads, kv_heads, dim
     for grad, page_size in ((True, 0), (False, 0), (False, 16)):
         shape = {"heads": heads, "kv_heads": kv_heads, "key_dim": dim, "value_dim": dim}
         call = spec(**shape, dtype=dtype, grad=grad, page_size=page_size)
-        assert selection.unsupported_reason("sdpa", call) is None
+        assert selection.backend_reason("sdpa", call) is None
 
 
 @pytest.mark.parametrize("which", range(3), ids=["queries", "keys", "values"])

@@ -18,7 +18,7 @@ from nopad.attention.hf import (
     random_documents,
     stateful_parts,
 )
-from nopad.attention.hf.layer_check import attention_layers
+from nopad.attention.hf.call_log import attention_layers
 from nopad.cli.doctor_isolation import with_attention
 from nopad.cli.tiny_model import tiny_model
 from nopad.trainer.loss import attach_loss

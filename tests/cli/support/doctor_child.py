@@ -34,12 +34,17 @@ def other_weights(device):
     return model
 
 
-TRAINED = {"DDP", "SP", "TP"}
+def count_of_100():
+    """Every step divides its loss by 100 tokens."""
+    return patch.object(PackedLoader, "_items", lambda *_: 100.0)
+
+
 FAULTS = {
     "none": (contextlib.nullcontext, set(doctor_distributed.CHECKS)),
     "data": (lambda: patch.object(doctor_distributed, "_dataset", same_packs), {"packs"}),
     "weights": (lambda: patch.object(doctor_distributed, "_model", other_weights), {"generation"}),
-    "count": (lambda: patch.object(PackedLoader, "_items", lambda *_: 100.0), TRAINED | {"packs"}),
+    "count": (count_of_100, {"DDP", "packs"}),
+    "count in groups": (count_of_100, {"SP", "TP"}),
 }
 """By name: how to put the fault in place, and the checks to run with it."""
 

@@ -127,9 +127,10 @@ COSTS = {
 }
 
 
+@pytest.mark.parametrize("sizes", [(12, 100), pytest.param((24, 200), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 0.7, 1.0])
 @pytest.mark.parametrize("cost", COSTS)
-def test_it_is_used_only_where_it_pays(cost, wrong, expected):
+def test_it_is_used_only_where_it_pays(cost, wrong, sizes, expected):
     """The same requests take at most 1 / 0.98 of the time they take without; less where it pays."""
     times = []
     for speculate in (True, False):
@@ -137,7 +138,7 @@ def test_it_is_used_only_where_it_pays(cost, wrong, expected):
             400, 16, max_num_seqs=8, max_num_batched_tokens=512, lookahead=1,
             check=False, wrong=wrong, cost=COSTS[cost], speculate=speculate,
         )  # fmt: skip
-        made = requests_for(w, 24, 200)
+        made = requests_for(w, *sizes)
         w.drain(1000)
         assert [r.output_token_ids for r in made[:3]] == [expected(r) for r in made[:3]]
         times.append(w.time)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from itertools import islice
@@ -11,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import small_inputs
 import warm_python
+from char_words import char_tokenizer
+from nopad.packing import PackedDataset
 from nopad.packing.sources import open_source
 from nopad.recipes import pretrain
 from nopad.recipes.support import data_and_model, holdout, stdlib_corpus
@@ -80,6 +83,35 @@ def test_the_fingerprint_depends_on_the_excluded_rows(tmp_path):
     path = small_inputs.chats(tmp_path, 400)
     prints = {holdout.hold_out(open_source(path), count)[0].fingerprint() for count in (1, 2, 2)}
     assert len(prints) == 2
+
+
+def test_tokens_without_held_out_rows_are_cached(tmp_path, monkeypatch):
+    rows = [{"text": "abcde"[: n % 5 + 1] * (n % 7 + 1)} for n in range(40)]
+    path, read = tmp_path / "rows.jsonl", []
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    all_rows = open_source(path)
+    source = holdout.ExcludingRows(all_rows, [holdout.row_digest(next(all_rows.read(0, 1)).value)])
+    settings = {"tokenizer": char_tokenizer(), "budget": 64, "cache_dir": tmp_path / "cache"}
+    uncached = PackedDataset(source, **{**settings, "cache_dir": False})
+    first = PackedDataset(source, **settings)
+    monkeypatch.setattr(holdout, "row_digest", lambda row: read.append(row) or "")
+    again = PackedDataset(source, **settings)
+    expected = [pack.tokens.tolist() for pack in uncached]
+    assert read == [] and [pack.tokens.tolist() for pack in again] == expected
+    assert [pack.tokens.tolist() for pack in first] == expected
+    everything = PackedDataset(all_rows, **settings)
+    assert sum(len(pack.tokens) for pack in everything) > sum(map(len, expected))
+
+
+def test_a_compressed_stream_without_held_out_rows_is_read_once_to_its_place(tmp_path):
+    path = small_inputs.documents(tmp_path, 400)
+    packed = tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    excluded = holdout.ExcludingRows(open_source(packed), [])
+    assert excluded.sequential_only and excluded.paths == [packed]
+    assert [row.value for row in excluded.read(0, 1)] == list(
+        map(json.loads, path.read_text().splitlines())
+    )
 
 
 @pytest.mark.parametrize("turns", ["hello", 7, [1, 2], [["a"], ["b"]], None, {"role": "user"}])

@@ -11,7 +11,7 @@ import torch
 from echo_eval import EXAMPLES, Done, echo, equal
 from nopad.trainer.evaluation import Example, GenerationEval
 from nopad.trainer.evaluation import generation_eval as module
-from nopad.trainer.evaluation.report import TableRow
+from nopad.trainer.evaluation.eval_report import TableRow
 
 
 def test_metrics_are_means_over_what_was_completed():

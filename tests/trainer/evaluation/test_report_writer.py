@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from nopad.trainer.evaluation import Report
-from nopad.trainer.evaluation.report import TableRow
+from nopad.trainer.evaluation.eval_report import TableRow
 from nopad.trainer.evaluation.report_writer import ReportWriter, table_logger
 
 

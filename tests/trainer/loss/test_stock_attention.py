@@ -12,7 +12,7 @@ from nopad.attention.hf import mask_patch
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring import check_run
-from nopad.trainer.monitoring.packing_check import measure_leak
+from nopad.trainer.monitoring.packing_difference import measure_leak
 from nopad.trainer.with_accelerate import PackedAccelerateLoader
 from nopad.trainer.with_hf import PackedTrainer
 from nopad.trainer.with_lightning import PackedCallback, PackedDataModule

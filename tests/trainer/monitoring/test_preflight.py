@@ -7,14 +7,14 @@ import json
 import pytest
 import tiny_run
 import torch
-from nopad.attention.hf import check_rows
+from nopad.attention.hf import probe_rows
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
 from nopad.trainer.data import PackedLoader
 from nopad.trainer.data.model_limits import ModelLimits
 from nopad.trainer.monitoring import check_run
-from nopad.trainer.monitoring.packing_check import measure_difference, measure_leak
+from nopad.trainer.monitoring.packing_difference import measure_difference, measure_leak
 from nopad.trainer.monitoring.preflight import check_batches, check_first_batches
 from odd_models import odd_model
 from transformers import AutoModelForCausalLM
@@ -139,7 +139,7 @@ def test_keys_selected_among_those_of_other_samples_are_seen(attention):
 @pytest.mark.parametrize(("kind", "attention"), zip(["longrope", "dynamic"], STOCK, strict=True))
 def test_the_check_itself_sees_frequencies_that_depend_on_the_company(kind, attention):
     model = odd_model(kind, attention)
-    rows = check_rows(model.config, budget=64, longest=64)[16]
+    rows = probe_rows(model.config, budget=64, longest=64)[16]
     assert rows == [[13, 9, 5], [6, 32, 9]]
     across, beyond = (measure_difference(model, None, row) for row in rows)
     assert across == 0.0 and beyond > 0.1

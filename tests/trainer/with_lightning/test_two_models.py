@@ -60,7 +60,7 @@ def test_the_trained_model_is_put_into_training_mode(capsys):
 
 @pytest.mark.parametrize("leaks", ["teacher", "student"])
 def test_a_model_that_leaks_is_refused_wherever_it_is_declared(leaks, monkeypatch):
-    monkeypatch.setattr("nopad.trainer.loss.document_states.stateful_modules", lambda model: [])
+    monkeypatch.setattr("nopad.trainer.loss.document_boundaries.stateful_modules", lambda model: [])
     models = {"teacher": tiny_run.model(), "student": tiny_run.model(), leaks: mamba()}
     with pytest.raises(ValueError, match="mamba with attn_implementation="):
         fit(Distilled(**models))

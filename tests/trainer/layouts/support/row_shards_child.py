@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from nopad.collators import PackedCollator
 from nopad.trainer.loss import attach_loss
-from nopad.trainer.monitoring.packing_check import measure_shard_difference
+from nopad.trainer.monitoring.packing_difference import measure_shard_difference
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GptOssConfig
 
 SMALL: dict[str, Any] = {

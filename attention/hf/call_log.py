@@ -1,6 +1,7 @@
-"""Check that every attention layer was called exactly once, with its sequence boundaries.
+"""Record or silence the calls of the attention function; check that every layer was called once.
 
-A layer without them would attend across documents, or ignore its cache, without any error.
+A layer without its sequence boundaries would attend across documents, or ignore its cache, without
+any error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of samples that show whether packing changes what a model computes.
+"""Lengths of the samples, row by row, that show whether packing changes what a model computes.
 
 The first row is about as long as the budget: it uses the kernels that training uses, and reveals
 limits that the config does not state, such as an expert capacity. Another row is short, as a last
@@ -24,7 +24,7 @@ _SHORTEST = 8
 """Shorter ones are exceeded by any row."""
 
 
-def check_rows(
+def probe_rows(
     config: Any, budget: int, longest: int, max_samples: int | None = None
 ) -> dict[int, list[list[int]]]:
     """Return the lengths of the samples of each row, by the length that they exceed; 0: none.
@@ -33,7 +33,7 @@ def check_rows(
     max_samples: samples that a row may have; None: any number.
 
     >>> config = type("Config", (), {"sliding_window": 64})
-    >>> check_rows(config, budget=128, longest=128)
+    >>> probe_rows(config, budget=128, longest=128)
     {0: [[64, 9, 32, 5, 10], [6, 9, 5]], 64: [[61, 9, 5], [6, 80, 9]]}
     """
     max_samples, longest = max_samples or budget, min(longest, budget)

@@ -1,11 +1,11 @@
-"""Does packing change what a model computes? Rows of random samples, packed and one by one.
+"""Measure whether packing changes what a model computes: random rows, packed and one by one.
 
     leak         no gradient of a sample's logits reaches another sample: exactly none
     difference   the logits of a packed sample are those of the sample alone, except for rounding
 
 Rows are run as in training: with gradients, in training mode, with the attention kernels and layers
 of the training, including compiled layers. There are rows beyond every length that the model names,
-if the budget exceeds it (`check_rows`).
+if the budget exceeds it (`probe_rows`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from ...attention.hf import (
-    check_rows,
     embeddings_replaced,
     eval_mode,
     leaked_gradient,
     module_mode,
     nan_max,
+    probe_rows,
     probed_logits,
 )
 from ...collators import NESTED, MaskedCollator, PackedCollator
@@ -78,8 +78,13 @@ def _pixel_owners(samples: list[Sample]) -> Tensor | None:
 
 def _short_row(collator: Any) -> list[int]:
     """Return the lengths of a few samples, within the collator's fixed shapes."""
-    max_length = getattr(collator, "max_length", None) or 32
-    return check_rows(None, 32, max_length, getattr(collator, "fixed_sequences", None))[0][-1]
+    max_samples, max_length = shape_limits(collator)
+    return probe_rows(None, 32, max_length or 32, max_samples)[0][-1]
+
+
+def shape_limits(collator: Any) -> tuple[int | None, int | None]:
+    """Return the samples of a row and the tokens of a sample that a collator's shapes allow."""
+    return getattr(collator, "fixed_sequences", None), getattr(collator, "max_length", None)
 
 
 def measure_difference(
@@ -256,8 +261,8 @@ def _batch(model: Any, collator: Any, samples: list[Sample], budget: int | None)
 
 def _can_pad(collator: Any, samples: int, padding: int) -> bool:
     """Return whether a collator's fixed shapes leave place for a sequence of padding."""
-    max_sequences = getattr(collator, "fixed_sequences", None) or samples + 1
-    return samples < max_sequences and padding <= (getattr(collator, "max_length", None) or padding)
+    max_samples, max_length = shape_limits(collator)
+    return samples < (max_samples or samples + 1) and padding <= (max_length or padding)
 
 
 def _logits(model: Any, batch: dict[str, Any], lengths: list[int], mask: bool) -> list[Tensor]:

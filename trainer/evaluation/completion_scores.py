@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .eval_report import Example, TableRow
 from .metrics import Metric
-from .report import Example, TableRow
 
 COUNTERS = ("examples", "failed", "timed_out", "truncated", "new_tokens")
 """Counts reported with the metrics: completions scored, failed, and cut off by the deadline; scored

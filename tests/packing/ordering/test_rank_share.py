@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nopad.packing.ordering import RankShard
+from nopad.packing.ordering import RankShare
 
 
 @settings(max_examples=300, deadline=None)
@@ -11,7 +11,7 @@ def test_shares_cover_every_pack_once_and_in_the_order_a_loader_collects(base, w
     total, seen = 5 * world_size * workers, []
     for rank in range(world_size):
         for worker in range(workers):
-            share = RankShard(rank, world_size, worker, workers)
+            share = RankShare(rank, world_size, worker, workers)
             own = list(range(share.first(base), base + total, share.stride))
             assert all(pack % world_size == rank for pack in own)
             seen += own
@@ -21,7 +21,7 @@ def test_shares_cover_every_pack_once_and_in_the_order_a_loader_collects(base, w
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 6))
 def test_rounds_hold_one_pack_of_every_rank(base, offset, world_size):
-    share, index = RankShard(0, world_size), base + offset
+    share, index = RankShare(0, world_size), base + offset
     begin, end = share.round_start(index, base), share.round_end(index, base)
     assert begin <= index < end and end - begin == world_size and (begin - base) % world_size == 0
     assert sorted(pack % world_size for pack in range(begin, end)) == list(range(world_size))

@@ -38,11 +38,11 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class RankShard:
+class RankShare:
     """The packs that one worker of one rank produces.
 
-    >>> shard = RankShard(rank=1, world_size=2, worker=0, num_workers=2)
-    >>> shard.first(0), shard.stride
+    >>> share = RankShare(rank=1, world_size=2, worker=0, num_workers=2)
+    >>> share.first(0), share.stride
     (1, 4)
     """
 
