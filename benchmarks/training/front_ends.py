@@ -35,6 +35,8 @@ class Run:
     accumulation: int = 1
     bf16: bool = True
     gradient_checkpointing: bool = False
+    workers: int = 1
+    """Processes that load the data of the HF Trainer."""
     losses: list[float] = field(default_factory=list)
     profile: Any = None
     """A torch.profiler.profile of the timed steps, or None."""
@@ -120,7 +122,9 @@ class FlatteningCollator:
         return {**self.collator(rows), "use_cache": False}
 
 
-class _Clock(TrainerCallback):
+class Clock(TrainerCallback):
+    """Tells a run of the end of each step, and of the loss."""
+
     def __init__(self, run: Run):
         self.run = run
 
@@ -132,7 +136,7 @@ class _Clock(TrainerCallback):
             self.run.losses.append(float(logs["loss"]))
 
 
-def _hf_arguments(run: Run, folder: str, **options: Any) -> TrainingArguments:
+def hf_arguments(run: Run, folder: str, **options: Any) -> TrainingArguments:
     return TrainingArguments(
         folder,
         bf16=run.bf16,
@@ -146,7 +150,7 @@ def _hf_arguments(run: Run, folder: str, **options: Any) -> TrainingArguments:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        dataloader_num_workers=1,
+        dataloader_num_workers=run.workers,
         **options,
     )
 
@@ -158,15 +162,15 @@ def hf_nopad(run: Run, model: Any, before: Any = None, **options: Any) -> None:
     if before is not None:
         before(model)
     with TemporaryDirectory() as folder:
-        args = _hf_arguments(run, folder)
+        args = hf_arguments(run, folder)
         data = run.dataset()
-        trainer = PackedTrainer(model, args, train_dataset=data, callbacks=[_Clock(run)], **options)
+        trainer = PackedTrainer(model, args, train_dataset=data, callbacks=[Clock(run)], **options)
         trainer.train()
 
 
 def hf_stock(run: Run, model: Any) -> None:
     with TemporaryDirectory() as folder:
-        args = _hf_arguments(
+        args = hf_arguments(
             run,
             folder,
             per_device_train_batch_size=1,
@@ -175,7 +179,7 @@ def hf_stock(run: Run, model: Any) -> None:
             train_sampling_strategy="sequential",
         )
         rows, collator = _PackRows(run.packs()), FlatteningCollator()
-        Trainer(model, args, collator, rows, callbacks=[_Clock(run)]).train()
+        Trainer(model, args, collator, rows, callbacks=[Clock(run)]).train()
 
 
 def accelerate_nopad(run: Run, model: Any, **options: Any) -> None:
