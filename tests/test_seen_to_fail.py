@@ -812,8 +812,8 @@ FAULTS = {
         "trainer/loss/test_stock_attention.py::"
         "test_a_loss_of_ones_own_from_repaired_logits_is_that_of_the_model",
         "nopad.trainer.loss.attached_loss",
-        "repair, run, has_labels = document_mask, AttachedLoss.run, False\n"
-        "document_mask = lambda *row: repair(*row) if has_labels else nullcontext()\n"
+        "repair, run, has_labels = document_contexts, AttachedLoss.run, False\n"
+        "document_contexts = lambda *row: repair(*row) if has_labels else nullcontext()\n"
         "def run_with_labels(self, *a):\n"
         "    global has_labels\n"
         "    has_labels = True\n"
@@ -1352,7 +1352,7 @@ FAULTS = {
         "nopad.inference.settings", "check_flag = lambda name, value: value",
     ),
     "states pass from document to document": (
-        "trainer/loss/test_document_states.py::test_packed_is_one_by_one[lfm2]",
+        "trainer/loss/test_document_states.py::test_packed_is_one_by_one[mamba2]",
         "nopad.trainer.loss.document_states", "run_by_document = lambda *args, **kwargs: None",
     ),
     "a shard is complete before its files": (
@@ -1660,7 +1660,7 @@ FAULTS = {
         "    attention_mask=None)",
     ),
     "documents have the labels of others": (
-        "packing/test_targets.py", "nopad.packing.sources.token_store",
+        "packing/test_targets.py", "nopad.packing.readers.planned",
         "right = cut_targets\n"
         "cut_targets = lambda targets, *a: right(targets[::-1], *a)",
     ),
