@@ -103,6 +103,7 @@ class Server:
         timeout: float = 60.0,
     ):
         _check(engine, token, when, max_share, max_pause, max_requests, timeout)
+        _check_address(host, port)
         self.token = secrets.token_urlsafe(24) if token is None else token
         self.when, self.host = when, host
         self.model_name = _name_of(engine) if model_name is None else model_name
@@ -549,6 +550,16 @@ async def _on_http_error(_: Request, error: HTTPException) -> Response:
 
 def _step_header(step: int | None) -> dict[str, str]:
     return {} if step is None else {"X-Training-Step": str(step)}
+
+
+def _check_address(host: str, port: int) -> None:
+    if not host:
+        raise ValueError(
+            "host is empty, which stands for every address: pass 127.0.0.1 for this machine alone, "
+            "or 0.0.0.0"
+        )
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port is {port}; it must lie in 0..65535")
 
 
 def _listen(host: str, port: int) -> socket.socket:

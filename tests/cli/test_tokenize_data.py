@@ -61,3 +61,17 @@ def test_skipped_rows_are_counted_with_the_option_that_helps(saved, tmp_path, ca
     shown = " ".join(capsys.readouterr().out.split())
     assert "1 rows skipped; the first: rows.jsonl, line 31: " in shown
     assert "--text-column" in shown and "text_column=" not in shown
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        ("", [], "rows.jsonl: the data is empty"),
+        ('{"text": ""}', ["--on-error", "skip"], "every row was skipped; the first: rows.jsonl"),
+    ],
+)
+def test_data_without_a_document_is_refused(saved, tmp_path, capsys, row, options, message):
+    tokenizer, rows, out = saved
+    (tmp_path / "rows.jsonl").write_text(row)
+    assert main(["tokenize", rows, "--tokenizer", tokenizer, "--out", out, *options]) == 2
+    assert message in capsys.readouterr().err
