@@ -590,8 +590,12 @@ def _check(
         raise ValueError("a server needs a tokenizer: Engine(model, tokenizer)")
     if len(replica_ranks(engine._model)) > 1:
         raise ValueError("a model with tensor parallelism cannot be served; use data parallelism")
-    if token is not None and (not isinstance(token, str) or not token.isascii() or not token):
-        raise ValueError("token must be ASCII text of at least one character, or None to make one")
+    is_text = isinstance(token, str) and token.isascii() and token.isprintable() and token
+    if token is not None and not is_text:
+        raise ValueError(
+            "token must be ASCII text of at least one character without line breaks, or None to "
+            "make one"
+        )
     if when not in (None, "step", "evaluation"):
         raise ValueError(f"when={when!r}: pass 'step', 'evaluation' or None")
     if not 0 < max_share <= 1:

@@ -313,6 +313,7 @@ def test_a_server_listens_on_this_machine_and_makes_a_token():
     ("settings", "says"),
     [
         ({"token": ""}, "token"),
+        ({"token": "a\nb"}, "without line breaks"),
         ({"when": "now"}, "when='now'"),
         ({"max_share": 0}, "max_share"),
         ({"timeout": 0}, "timeout"),
