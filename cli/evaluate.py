@@ -84,14 +84,17 @@ def _print_results(results: dict, output: Path | None) -> None:
     for title, scores in (("task", results["results"]), ("group", results.get("groups"))):
         if scores:
             out.print(_score_table(title, scores, results.get("n-shot", {})))
-    if output is not None:
-        text = json.dumps(results, default=str, indent=1, ensure_ascii=False)
-        output.write_text(text, encoding="utf-8")
     numbers = {
         task: {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         for task, metrics in results["results"].items()
     }
     print(json.dumps(numbers))
+    if output is not None:  # last: a full disk hides no score
+        text = json.dumps(results, default=str, indent=1, ensure_ascii=False)
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise OSError(f"--output {output} is not written: {error.strerror}") from None
 
 
 def _score_table(title: str, scores: dict, shots: dict) -> Any:

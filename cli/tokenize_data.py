@@ -46,6 +46,10 @@ def main(argv: list[str]) -> int:
     if manifest is None:
         out.print(f"part {args.part[0]} of {args.part[1]} is in {printable(args.out)}")
         return 0
+    if not manifest["documents"]:
+        skipped = [as_cli_message(reason) for reason in manifest["skipped"]["reasons"][:1]]
+        why = f"every row was skipped; the first: {skipped[0]}" if skipped else "the data is empty"
+        raise ValueError(f"{args.data}: {why}")
     count = len(manifest["shards"])
     out.print(
         f"{manifest['documents']:,} documents, {manifest['tokens']:,} tokens in "

@@ -103,6 +103,7 @@ class Server:
         timeout: float = 60.0,
     ):
         _check(engine, token, when, max_share, max_pause, max_requests, timeout)
+        _check_address(host, port)
         self.token = secrets.token_urlsafe(24) if token is None else token
         self.when, self.host = when, host
         self.model_name = _name_of(engine) if model_name is None else model_name
@@ -551,6 +552,16 @@ def _step_header(step: int | None) -> dict[str, str]:
     return {} if step is None else {"X-Training-Step": str(step)}
 
 
+def _check_address(host: str, port: int) -> None:
+    if not host:
+        raise ValueError(
+            "host is empty, which stands for every address: pass 127.0.0.1 for this machine alone, "
+            "or 0.0.0.0"
+        )
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port is {port}; it must lie in 0..65535")
+
+
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -579,8 +590,12 @@ def _check(
         raise ValueError("a server needs a tokenizer: Engine(model, tokenizer)")
     if len(replica_ranks(engine._model)) > 1:
         raise ValueError("a model with tensor parallelism cannot be served; use data parallelism")
-    if token is not None and (not isinstance(token, str) or not token.isascii() or not token):
-        raise ValueError("token must be ASCII text of at least one character, or None to make one")
+    is_text = isinstance(token, str) and token.isascii() and token.isprintable() and token
+    if token is not None and not is_text:
+        raise ValueError(
+            "token must be ASCII text of at least one character without line breaks, or None to "
+            "make one"
+        )
     if when not in (None, "step", "evaluation"):
         raise ValueError(f"when={when!r}: pass 'step', 'evaluation' or None")
     if not 0 < max_share <= 1:

@@ -67,9 +67,19 @@ def load_weights(path: str, merge: bool = False, **options: Any) -> Any:
     if is_adapter(path):
         return _load_adapter(path, load_weights(base_model_name(path), merge, **options), merge)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path, trust_remote_code=False, output_loading_info=True, **options
+        path,
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, by name
+        **options,
     )
     model, info = loaded
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, saved, wanted = mismatched[0]
+        raise ValueError(
+            f"{len(mismatched)} of its weights have other shapes than its config.json says, such "
+            f"as {name}: {list(saved)} instead of {list(wanted)}"
+        )
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
             f"{len(missing)} of its weights are missing and would be random, such as {missing[0]}: "

@@ -249,7 +249,7 @@ class Speculation:
 
         No step may be in flight. max_tokens: a lower limit than the scheduler's own.
         """
-        decoding = [r for r in plan.requests if r.num_scheduled == 1 and r.output_token_ids]
+        decoding = [r for r in plan.requests if r.output_token_ids and r.num_remaining == 1]
         if not self._is_time(decoding):
             return False
         limit = scheduler.max_num_batched_tokens

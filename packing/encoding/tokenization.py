@@ -107,6 +107,10 @@ def tokenize(
     rows = opened if isinstance(opened, RowSource) else TokenRowSource(opened, opened[0].name)
     if on_error not in ("raise", "skip"):
         raise ValueError(f'on_error {on_error!r}: choose "raise" or "skip"')
+    if not os.fspath(out):
+        raise ValueError("the name of the folder to write to is empty")
+    if not is_url(out) and os.path.isfile(os.path.expanduser(out)):
+        raise ValueError(f"{out} is a file: pass a folder to write to")
     job = Job.of(rows, encoder, open_folder(out), skips_errors=on_error == "skip")
     return run_job(job, processes=processes, engine=engine, part=part)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 import warm_python
@@ -136,3 +137,14 @@ def test_an_unknown_task_is_told_with_its_likeliest_name(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no task 'tiny_chioce': did you mean tiny_choice"):
         harness.find_tasks(["tiny_chioce"], str(tmp_path))
     assert harness.find_tasks(["tiny_choice"], str(tmp_path)).load(["tiny_choice"])["tasks"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="it is a device of Linux")
+def test_a_full_disk_hides_no_score(checkpoint_dir, tmp_path, capsys):
+    from lm_tasks import write_tasks
+    from nopad.cli.evaluate import main
+
+    given = ["--tasks", write_tasks(tmp_path, 4)[0], "--include-path", str(tmp_path)]
+    with pytest.raises(OSError, match=r"^--output /dev/full is not written"):
+        main([str(checkpoint_dir), *given, "--device", "cpu", "--output", "/dev/full"])
+    assert "acc,none" in json.loads(capsys.readouterr().out.splitlines()[-1])["tiny_choice"]

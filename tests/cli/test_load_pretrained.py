@@ -112,6 +112,14 @@ def test_weights_that_are_missing_are_not_filled_at_random(checkpoint_dir, tmp_p
         load_pretrained.load_model(str(folder))
 
 
+def test_weights_of_other_shapes_than_the_config_says_are_named(checkpoint_dir, tmp_path):
+    width = json.loads((checkpoint_dir / "config.json").read_text())["intermediate_size"] + 8
+    folder = copied(checkpoint_dir, tmp_path, intermediate_size=width)
+    message = rf"have other shapes than its config.json .*mlp.down_proj.weight: .* {width}\]$"
+    with pytest.raises(ValueError, match=message):
+        load_pretrained.load_model(str(folder))
+
+
 @pytest.mark.parametrize(
     "kind", [{}, {"use_dora": True}, {"trainable_token_indices": [2, 3]}, {"use_rslora": True}]
 )

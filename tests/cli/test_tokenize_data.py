@@ -52,6 +52,16 @@ def test_a_fault_is_one_line_with_the_option(saved, capsys):
     assert "a row of text needs a tokenizer: pass --tokenizer" in capsys.readouterr().err
 
 
+def test_a_place_that_is_no_folder_is_refused(saved, tmp_path, capsys, monkeypatch):
+    tokenizer, rows, _ = saved
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for out, message in (("", "the name of the folder to write to is empty"), (rows, "is a file")):
+        assert main(["tokenize", rows, "--tokenizer", tokenizer, "--out", out]) == 2
+        assert message in capsys.readouterr().err
+    assert not list((tmp_path / "here").iterdir())
+
+
 def test_skipped_rows_are_counted_with_the_option_that_helps(saved, tmp_path, capsys):
     tokenizer, rows, out = saved
     with (tmp_path / "rows.jsonl").open("a") as file:
@@ -61,3 +71,17 @@ def test_skipped_rows_are_counted_with_the_option_that_helps(saved, tmp_path, ca
     shown = " ".join(capsys.readouterr().out.split())
     assert "1 rows skipped; the first: rows.jsonl, line 31: " in shown
     assert "--text-column" in shown and "text_column=" not in shown
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        ("", [], "rows.jsonl: the data is empty"),
+        ('{"text": ""}', ["--on-error", "skip"], "every row was skipped; the first: rows.jsonl"),
+    ],
+)
+def test_data_without_a_document_is_refused(saved, tmp_path, capsys, row, options, message):
+    tokenizer, rows, out = saved
+    (tmp_path / "rows.jsonl").write_text(row)
+    assert main(["tokenize", rows, "--tokenizer", tokenizer, "--out", out, *options]) == 2
+    assert message in capsys.readouterr().err

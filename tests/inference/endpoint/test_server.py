@@ -313,14 +313,17 @@ def test_a_server_listens_on_this_machine_and_makes_a_token():
     ("settings", "says"),
     [
         ({"token": ""}, "token"),
+        ({"token": "a\nb"}, "without line breaks"),
         ({"when": "now"}, "when='now'"),
         ({"max_share": 0}, "max_share"),
         ({"timeout": 0}, "timeout"),
+        ({"port": 65536}, "port is 65536; it must lie in 0..65535"),
+        ({"host": ""}, "host is empty, which stands for every address"),
     ],
 )
 def test_wrong_settings_raise(server, settings, says):
     with pytest.raises(ValueError, match=says):
-        serve(server._engine, port=0, **settings)
+        serve(server._engine, **{"port": 0, **settings})
     with pytest.raises(ValueError, match="needs a tokenizer"):
         serve(Engine(server._engine._model), port=0)
 

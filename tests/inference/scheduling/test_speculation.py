@@ -102,6 +102,17 @@ def test_a_draft_takes_no_page_from_another_request(always, expected):
     assert [r.output_token_ids for r in made] == [expected(r) for r in made]
 
 
+def test_a_request_that_is_recomputed_token_by_token_has_no_draft(always, expected):
+    """After a preemption, with one scored position per step, it has output but no new token."""
+    w = SpeculatingWorld(64, 16, max_scored_positions=1, wrong=0)
+    (request,) = requests_for(w, 1, 40, score_from=1)
+    while len(request.output_token_ids) < 9:
+        w.step()
+    w.scheduler.preempt_all("seeded")
+    w.drain(100)
+    assert request.output_token_ids == expected(request)
+
+
 def test_a_draft_that_does_not_fit_into_memory_is_dropped_and_the_batch_kept(always, expected):
     w = SpeculatingWorld(64, 16, wrong=0)
     launch = w.runner.launch
