@@ -5,10 +5,10 @@
     python benchmarks/bench_generation.py --only a,b --record a_and_b.json
 
 generation/workloads.py describes the workloads and the models, generation/floor.py the floor (a
-lower bound of the time). The peers run in the same process on the same model and requests: `generate` in static
-batches, and continuous batching (`init_continuous_batching`) with flash-attn 2. Prints a table, and
-one JSON line last; with --record the JSON also goes to a file, which is rewritten after every row.
-A workload that fails is reported in both, and the others still run.
+lower bound of the time). The peers run in the same process on the same model and requests:
+`generate` in static batches, and continuous batching (`init_continuous_batching`) with flash-attn
+2. Prints a table, and one JSON line last; with --record the JSON also goes to a file, which is
+rewritten after every row. A workload that fails is reported in both, and the others still run.
 """
 
 from __future__ import annotations

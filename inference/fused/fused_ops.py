@@ -251,9 +251,9 @@ def _trial_logits(model: Any, cache_like: PagedCache) -> Tensor:
 
 def _small_cache(cache_like: PagedCache) -> PagedCache:
     """Return a cache of two pages of the same kind."""
-    keys = cache_like.layer(0)[0]
-    shapes = cache_like.layer_shapes
-    return PagedCache(2, cache_like.page_size, shapes, keys.dtype, keys.device)
+    (keys, *_), dtype = cache_like.layer(0), cache_like.dtype
+    kind = cache_like.layer_shapes, dtype, keys.device, cache_like.quantized
+    return PagedCache(2, cache_like.page_size, *kind)
 
 
 def _run_step(
