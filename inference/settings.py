@@ -175,7 +175,7 @@ def _speculate(model: Any, source: DraftSource | None) -> DraftSource | None:
 
 
 def _quantized(model: Any, kv_dtype: str | None) -> torch.dtype | None:
-    if kv_dtype not in _KV_DTYPES:
+    if kv_dtype not in [*_KV_DTYPES]:
         raise ValueError(
             f"kv_dtype is {kv_dtype!r}; pass 'int8', 'fp8', or None for the dtype that the model "
             "computes in"
@@ -185,7 +185,7 @@ def _quantized(model: Any, kv_dtype: str | None) -> torch.dtype | None:
         capability = torch.cuda.get_device_capability(device)
         if capability < (8, 9):
             raise ValueError(
-                f"kv_dtype='fp8' needs a GPU of compute capability 8.9, and this one has "
+                f"kv_dtype='fp8' needs a GPU of compute capability 8.9, this one has "
                 f"{capability[0]}.{capability[1]}: pass 'int8'"
             )
     return _KV_DTYPES[kv_dtype]
