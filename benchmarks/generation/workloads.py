@@ -49,6 +49,23 @@ def llama_1b(device: str = "cuda") -> torch.nn.Module:
     return _build(LlamaForCausalLM, config, device, torch.bfloat16)
 
 
+def llama_8b(device: str = "cuda") -> torch.nn.Module:
+    """The shape of Llama-3.1-8B."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+        rope_theta=500000.0,
+        tie_word_embeddings=False,
+    )
+    return _build(LlamaForCausalLM, config, device, torch.bfloat16)
+
+
 def qwen3_600m(device: str = "cuda") -> torch.nn.Module:
     """The shape of Qwen3-0.6B."""
     config = Qwen3Config(
