@@ -4,10 +4,10 @@
     python benchmarks/bench_kv_cache.py --tiny                   # on a CPU
 
 The shapes of Llama-3.2-1B (256 sequences) and Llama-3.1-8B (128), with random weights and prompts
-of 4,096 tokens. A first call computes the prompts; the timed calls find them in the prefix cache and
-decode. The floor reads weights, keys and values once per step at the copy bandwidth. Reported too:
-how many tokens a GiB of pages holds, and on how many of its first 16 tokens a completion agrees
-with that of the model's own dtype. Prints a table, and one JSON line last.
+of 4,096 tokens. A first call computes the prompts; the timed calls find them in the prefix cache
+and decode. The floor reads weights, keys and values once per step at the copy bandwidth. Reported
+too: how many tokens a GiB of pages holds, and on how many of its first 16 tokens a completion
+agrees with that of the model's own dtype. Prints a table, and one JSON line last.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def main() -> None:
     print(json.dumps(record))
 
 
-def run_shape(name: str, model: Any, count: int, length: int, new: int, rates) -> None:
+def run_shape(
+    name: str, model: Any, count: int, length: int, new: int, rates: tuple[float, float]
+) -> None:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, model.config.vocab_size, length).tolist() for _ in range(count)]
     work, prefill = Workload(prompts, [new] * count), Workload(prompts, [1] * count)
@@ -63,8 +65,9 @@ def run_shape(name: str, model: Any, count: int, length: int, new: int, rates) -
     baseline = 0.0
     for kv_dtype in KV_DTYPES:
         number = itemsize if kv_dtype is None else 1 + 2 / head_dim  # with its part of a scale
-        floor = floor_seconds(model, work, *rates, number) - floor_seconds(model, prefill, *rates)
-        engine = Engine(  # the length leaves pages for copies beside the cached prompts
+        floor = floor_seconds(model, work, *rates, number)
+        floor -= floor_seconds(model, prefill, *rates, number)
+        engine: Any = Engine(  # the length leaves pages for copies beside the cached prompts
             model, max_num_seqs=count, max_model_len=length + new + 513, kv_dtype=kv_dtype,
             memory=0.9 if torch.cuda.is_available() else 1 << 30,
         )  # fmt: skip

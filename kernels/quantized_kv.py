@@ -4,7 +4,7 @@ The numbers are those of `attention/paging/quantized.py`, bit for bit.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAssignmentType=false
 
 from __future__ import annotations
 
