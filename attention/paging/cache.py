@@ -60,7 +60,7 @@ class PagedCache:
         return page_size * sum(h * ((k + v) * size + scales) for h, k, v in layer_shapes)
 
     def layer(self, index: int) -> list[Tensor]:
-        """Return keys [pages, page_size, Hkv, Dk], values and scales [pages, Hkv, page_size]."""
+        """Return keys [pages, page_size, Hkv, Dk], values, and any scales of the layer `index`."""
         return self._layers[index]
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from interpreted_casts import exact_casts
 from nopad.attention import PagedCache, Pages, Varlen, attend
 from nopad.attention.backends.kv_write import write
 from nopad.attention.reference import reference
 from nopad.kernels import QKTransform, write_kv, write_qkv
 
-pytestmark = pytest.mark.usefixtures("interpreted", "exact_casts")
+pytestmark = pytest.mark.usefixtures("interpreted")
 DTYPES = [torch.int8, torch.float8_e4m3fn]
 
 
-@pytest.fixture
-def exact_casts(monkeypatch):
-    """Round to bfloat16 and fp8 as a GPU does: the interpreter loses the carry of a mantissa."""
-    import numpy as np
-    import triton.language as tl
+@pytest.fixture(autouse=True)
+def round_as_a_gpu(interpreted, monkeypatch):
     from triton.runtime import interpreter
 
-    right = interpreter._convert_float
-    dtypes = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
-    bits = {tl.bfloat16: torch.int16, tl.float8e4nv: torch.uint8}
-
-    def convert(x, source, target, rounding):
-        if target not in dtypes or source is not tl.float32:
-            return right(x, source, target, rounding)
-        numbers = torch.from_numpy(np.array(x, copy=True).view(np.float32))
-        return numbers.to(dtypes[target]).view(bits[target]).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(interpreter, "_convert_float", exact_casts(interpreter._convert_float))
 
 
 def caches(dtype, count=2, heads=3, dims=(8, 5), page_size=16):
