@@ -220,13 +220,10 @@ def paged_attention_decode(
     """Fill the rows of `out` [T, H, Dv] that belong to sequences with exactly one query.
 
     q [T, H, Dk]; keys [pages, page_size, Hkv, Dk] and values likewise; cu_seqlens [N+1],
-    page_table [N, P] and lengths [N], all int32. Keys and values in 8 bits have scales, two tensors
-    [pages, Hkv, page_size].
+    page_table [N, P] and lengths [N], all int32; scales, of 8-bit pages: [pages, Hkv, page_size].
     """
-    heads, dk = q.shape[1:]
-    page_size, kv_heads, dv = values.shape[1:]
-    num_seqs = page_table.shape[0]
-    group_size = heads // kv_heads
+    (heads, dk), (page_size, kv_heads, dv) = q.shape[1:], values.shape[1:]
+    num_seqs, group_size = page_table.shape[0], heads // kv_heads
     single_split = tiles.max_splits == 1
     num_programs = programs_per_kv_head(kv_heads, q.device)
     items = num_seqs if single_split else num_seqs + num_programs
@@ -248,13 +245,11 @@ def paged_attention_decode(
     }
     _decode_kernel[(kv_heads, items)](
         q, keys, values, key_scales, value_scales, page_table, lengths, cu_seqlens, sinks_or_dummy,
-        out, partials, lse,
-        scale, softcap or 1.0, window or 0, num_seqs, num_programs, tiles.max_splits,
-        q.stride(0), q.stride(1), out.stride(0), out.stride(1), page_table.stride(0),
-        keys.stride(1), keys.stride(2), values.stride(1), values.stride(2),
-        key_scales.stride(0), QUANTIZED=len(scales) > 0,
+        out, partials, lse, scale, softcap or 1.0, window or 0, num_seqs, num_programs,
+        tiles.max_splits, *q.stride()[:2], *out.stride()[:2], page_table.stride(0),
+        *keys.stride()[1:3], *values.stride()[1:3], key_scales.stride(0),
         GROUP_SIZE=group_size, SINGLE_SPLIT=single_split, SOFTCAP=softcap is not None,
-        PAGE_SIZE=page_size, DK=dk, BLOCK_DK=padded_dim(dk),
+        QUANTIZED=len(scales) > 0, PAGE_SIZE=page_size, DK=dk, BLOCK_DK=padded_dim(dk),
         BLOCK_M=max(16, triton.next_power_of_2(group_size)), BLOCK_N=tiles.block_n,
         PRECISION=dot_precision(q), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         maxnreg=tiles.max_registers, **shared,
