@@ -68,24 +68,24 @@ def attend(
         return BACKEND_MODULES[name].packed(q, k, v, varlen, score_params)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError("paged attention has no gradients: call the model inside torch.no_grad()")
-    keys, values = pages.cache.layer(layer)
-    q = q.to(keys.dtype)
+    keys, values, *scales = pages.cache.layer(layer)
+    q = q.to(pages.cache.dtype)
     name = select_backend(call_spec(q, keys, values, score_params, varlen), backend)
     if torch.compiler.is_compiling():
-        custom_ops.write_pages(k, v, keys, values, pages.kv_slots)
+        custom_ops.write_pages(k, v, keys, values, pages.kv_slots, *scales)
         args = (varlen.cu_seqlens, pages.table, pages.lengths, varlen.max_length, pages.max_length)
         params = (softmax_scale, window, softcap, sinks)
-        out = custom_ops.attend_pages(q, keys, values, *args, *params, name)
+        out = custom_ops.attend_pages(q, keys, values, *args, *params, name, *scales)
     else:
-        write(k, v, keys, values, pages.kv_slots)
-        out = BACKEND_MODULES[name].paged(q, keys, values, varlen, score_params)
+        write(k, v, keys, values, pages.kv_slots, *scales)
+        out = BACKEND_MODULES[name].paged(q, keys, values, varlen, score_params, *scales)
     return out.to(v.dtype)
 
 
 def attend_cached(q: Tensor, varlen: Varlen, *, layer: int, scale: float) -> Tensor:
     """Attend q [T, H, Dk] to pages that already hold the keys and values of this step."""
     assert varlen.pages is not None
-    keys, values = varlen.pages.cache.layer(layer)
+    keys, values, *scales = varlen.pages.cache.layer(layer)
     score_params = ScoreParams(scale)
     name = select_backend(call_spec(q, keys, values, score_params, varlen))
-    return BACKEND_MODULES[name].paged(q, keys, values, varlen, score_params)
+    return BACKEND_MODULES[name].paged(q, keys, values, varlen, score_params, *scales)

@@ -19,9 +19,19 @@ from .backends.selection import BACKEND_MODULES, BACKENDS, select_backend
 from .varlen import Pages, Varlen
 
 
-@torch.library.custom_op("nopad::write_pages", mutates_args=("keys", "values"))
-def write_pages(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, kv_slots: Tensor) -> None:
-    write(k, v, keys, values, kv_slots)
+@torch.library.custom_op(
+    "nopad::write_pages", mutates_args=("keys", "values", "key_scales", "value_scales")
+)
+def write_pages(
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    kv_slots: Tensor,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
+    write(k, v, keys, values, kv_slots, *_given(key_scales, value_scales))
 
 
 @torch.library.custom_op("nopad::attend_pages", mutates_args=())
@@ -39,12 +49,19 @@ def attend_pages(
     softcap: float | None,
     sinks: Tensor | None,
     backend: str,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> Tensor:
     # Cache and KV slots are not read: the keys were written before.
     pages = Pages(None, table, lengths, lengths, max_keys)  # pyright: ignore[reportArgumentType]
     varlen = Varlen(cu_seqlens, max_queries, pages)
     score_params = ScoreParams(scale, window, softcap, sinks)
-    return BACKEND_MODULES[backend].paged(q, keys, values, varlen, score_params)
+    scales = _given(key_scales, value_scales)
+    return BACKEND_MODULES[backend].paged(q, keys, values, varlen, score_params, *scales)
+
+
+def _given(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 @attend_pages.register_fake

@@ -47,8 +47,12 @@ def gather_pages(pages: Pages, layer: int, index: int, dtype: torch.dtype) -> tu
     """Return the keys and values of one sequence from its pages."""
     length = int(pages.lengths[index])
     table = pages.table[index, : -(-length // pages.cache.page_size)].long()
-    keys, values = (x[table].flatten(0, 1)[:length].to(dtype) for x in pages.cache.layer(layer))
-    return keys, values
+    keys, values, *scales = (x[table] for x in pages.cache.layer(layer))
+    keys, values = (x.to(dtype) for x in (keys, values))
+    if scales:  # [pages, Hkv, page_size]
+        key_scales, value_scales = (x.to(dtype).transpose(1, 2)[..., None] for x in scales)
+        keys, values = keys * key_scales, values * value_scales
+    return keys.flatten(0, 1)[:length], values.flatten(0, 1)[:length]
 
 
 def one_sequence(

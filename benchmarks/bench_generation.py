@@ -4,11 +4,11 @@
     python benchmarks/bench_generation.py --device cpu       # on a CPU: the real trace, shrunk
     python benchmarks/bench_generation.py --only a,b --record a_and_b.json
 
-generation/workloads.py describes the workloads, the models and the floor (a lower bound of the
-time). The peers run in the same process on the same model and requests: `generate` in static
-batches, and continuous batching (`init_continuous_batching`) with flash-attn 2. Prints a table, and
-one JSON line last; with --record the JSON also goes to a file, which is rewritten after every row.
-A workload that fails is reported in both, and the others still run.
+generation/workloads.py describes the workloads and the models, generation/floor.py the floor (a
+lower bound of the time). The peers run in the same process on the same model and requests:
+`generate` in static batches, and continuous batching (`init_continuous_batching`) with flash-attn
+2. Prints a table, and one JSON line last; with --record the JSON also goes to a file, which is
+rewritten after every row. A workload that fails is reported in both, and the others still run.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from generation import open_loop, workloads
 from generation.first_call import run_first_call
+from generation.floor import floor_seconds
 from generation.mixed_steps import run_mixed_steps
 from generation.peers import peers_run, run_continuous, run_static, skip_peers
 from generation.report import (
@@ -170,7 +171,7 @@ def bench_gpu(only: list[str]) -> None:
         model = model_of(workload)
 
         def floor(work: Workload, model=model) -> float:
-            return workloads.floor_seconds(model, work, bandwidth, rate)
+            return floor_seconds(model, work, bandwidth, rate)
 
         run = RUNS[workload]
         try_workload(workload, lambda run=run, model=model, floor=floor: run(model, floor))

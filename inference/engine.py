@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
@@ -88,6 +88,7 @@ class Engine:
         cuda_graphs: on a GPU, run steps as CUDA graphs; False saves their memory and capture time.
         speculate: verify several drafted tokens in a step where that is faster; completions are the
             same. Drafts: "ngram", the request's own text; "history", the prompt's last completion.
+        kv_dtype: "int8" or "fp8" keeps keys and values in 8 bits: 1.9 times the tokens in bf16.
         debug: check the pages and counters of all requests at every step.
     """
 
@@ -108,6 +109,7 @@ class Engine:
         seed: int = 0,
         cuda_graphs: bool = True,
         speculate: DraftSource | None = None,
+        kv_dtype: Literal["int8", "fp8"] | None = None,
         debug: bool = False,
     ):
         if isinstance(model, str | PathLike):
@@ -117,7 +119,7 @@ class Engine:
             self._model, memory=memory, page_size=page_size, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len,
             max_waiting=max_waiting, target_itl=target_itl, keep_memory=keep_memory, dtype=dtype,
-            cuda_graphs=cuda_graphs, speculate=speculate, debug=debug,
+            cuda_graphs=cuda_graphs, speculate=speculate, kv_dtype=kv_dtype, debug=debug,
         )  # fmt: skip
         self._tokenizer = TokenizerAdapter(self._model, tokenizer)
         longest, reason = settings.max_model_len, settings.max_model_len_reason

@@ -42,14 +42,14 @@ class BuildKey:
     """The state of a model that an executor is built for; another key needs another executor."""
 
     device: torch.device
-    kv_dtype: torch.dtype
+    compute_dtype: torch.dtype
     cast_dtype: torch.dtype | None
     """Dtype to compute in, if it is narrower than the weights."""
     modules: Sequence[nn.Module]
     """The fused kernels were verified on these; adding or removing adapters changes the list."""
 
     def __str__(self) -> str:
-        return f"{self.kv_dtype} on {self.device}, {len(self.modules)} modules"
+        return f"{self.compute_dtype} on {self.device}, {len(self.modules)} modules"
 
 
 @dataclass(slots=True, eq=False)
@@ -76,8 +76,8 @@ def build_key(modules: Sequence[nn.Module], cast_dtype: torch.dtype | None) -> B
             break
     if weight is None:
         weight = next(modules[0].parameters())
-    kv_dtype = cast_dtype or gathered_dtype or weight.dtype
-    return BuildKey(weight.device, kv_dtype, cast_dtype, modules)
+    compute_dtype = cast_dtype or gathered_dtype or weight.dtype
+    return BuildKey(weight.device, compute_dtype, cast_dtype, modules)
 
 
 def _matmul_weight(module: nn.Module) -> Tensor | None:
@@ -96,14 +96,14 @@ def build_executor(
     budget = budget_bytes(settings.memory, device) - (cast_weights.bytes if cast_weights else 0)
     graph_budget = 0
     if device.type == "cuda":
-        budget -= stacked_bytes(model, key.kv_dtype.itemsize)
+        budget -= stacked_bytes(model, key.compute_dtype.itemsize)
         if settings.cuda_graphs and not gathers_parameters(key.modules) and not stateful:
-            graph_budget = _graph_budget(model, settings, key.kv_dtype, budget)
+            graph_budget = _graph_budget(model, settings, key.compute_dtype, budget)
         budget -= graph_budget
     num_rows = _num_rows(model, settings, stateful, budget)
     state_bytes = num_rows * sum(each.bytes for each in stateful.values())
     states = StatePool(stateful, num_rows, device) if stateful else None
-    cache = _build_cache(model, settings, key.kv_dtype, device, budget - state_bytes, num_rows)
+    cache = _build_cache(model, settings, key, budget - state_bytes, num_rows)
     record_engine_bytes(cache.num_pages * cache.page_bytes + state_bytes, device)
     scheduler = Scheduler(
         PageAllocator(cache.num_pages, settings.page_size), max_num_seqs=num_rows,
@@ -154,15 +154,10 @@ def _num_rows(
 
 
 def _build_cache(
-    model: Any,
-    settings: Settings,
-    dtype: torch.dtype,
-    device: torch.device,
-    budget: int,
-    num_rows: int,
+    model: Any, settings: Settings, key: BuildKey, budget: int, num_rows: int
 ) -> PagedCache:
-    shapes, page_size = layer_shapes(model), settings.page_size
-    page_bytes = PagedCache.bytes_per_page(shapes, page_size, dtype)
+    shapes, page_size, dtype = layer_shapes(model), settings.page_size, key.compute_dtype
+    page_bytes = PagedCache.bytes_per_page(shapes, page_size, settings.quantized or dtype)
     num_pages = num_rows * -(-settings.max_model_len // page_size)
     if page_bytes:  # otherwise no layer attends
         num_pages = smallest_of_replica(model, min(budget // page_bytes, num_pages))
@@ -171,7 +166,7 @@ def _build_cache(
             f"memory={settings.memory!r} leaves {budget} bytes, one page of {page_size} "
             f"tokens takes {page_bytes}: allow more memory"
         )
-    return PagedCache(num_pages, page_size, shapes, dtype, device)
+    return PagedCache(num_pages, page_size, shapes, dtype, key.device, settings.quantized)
 
 
 def _single_device(model: Any) -> torch.device:

@@ -18,6 +18,7 @@ from .live_model.replica import replica_ranks
 from .scheduling.speculation import DraftSource
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, None: None}
 MAX_SETTING = 2**31 - 1
 """Lengths and counts are kept in 32 bits."""
 _TOKENS_WHILE_DECODING = 2048
@@ -48,6 +49,8 @@ class Settings:
     dtype: torch.dtype | None
     cuda_graphs: bool
     speculate: DraftSource | None
+    quantized: torch.dtype | None
+    """The 8-bit dtype of keys and values in the cache."""
     debug: bool
 
 
@@ -65,6 +68,7 @@ def resolve_settings(
     dtype: torch.dtype | None,
     cuda_graphs: bool,
     speculate: DraftSource | None,
+    kv_dtype: str | None,
     debug: bool,
 ) -> Settings:
     """Validate settings; None becomes the default for the model and its device."""
@@ -92,6 +96,7 @@ def resolve_settings(
         dtype=check_dtype(dtype),
         cuda_graphs=check_flag("cuda_graphs", cuda_graphs),
         speculate=_speculate(model, speculate),
+        quantized=_quantized(model, kv_dtype),
         debug=check_flag("debug", debug),
     )
 
@@ -167,6 +172,23 @@ def _speculate(model: Any, source: DraftSource | None) -> DraftSource | None:
             "the states of its layers; omit it"
         )
     return source
+
+
+def _quantized(model: Any, kv_dtype: str | None) -> torch.dtype | None:
+    if kv_dtype not in [*_KV_DTYPES]:
+        raise ValueError(
+            f"kv_dtype is {kv_dtype!r}; pass 'int8', 'fp8', or None for the dtype that the model "
+            "computes in"
+        )
+    device = next(model.parameters()).device
+    if kv_dtype == "fp8" and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            raise ValueError(
+                f"kv_dtype='fp8' needs a GPU of compute capability 8.9, this one has "
+                f"{capability[0]}.{capability[1]}: pass 'int8'"
+            )
+    return _KV_DTYPES[kv_dtype]
 
 
 def _tokens_while_decoding(model: Any, max_num_seqs: int) -> int | None:

@@ -17,18 +17,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .quantized_kv import dequantize
+
 
 @triton.jit
 def attend_keys(
-    q, acc, m_i, l_i, last_key, start, end, page_table, keys, values,
-    slot_stride_k, slot_stride_v, scale, softcap, window,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    q, acc, m_i, l_i, last_key, start, end, page_table, keys, values, key_scales, value_scales,
+    slot_stride_k, slot_stride_v, page_stride_s, scale, softcap, window,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Update the running sums by keys [start, end), which q [M, BLOCK_DK] attends to.
 
     start, end: multiples of BLOCK_N; `end` need not be one if MASKED and no row sees later keys.
+    key_scales, value_scales: those of keys and values in 8 bits, if QUANTIZED.
     MASKED: row m sees keys up to last_key[m], all rows up to last_key if it is [1], and of these
         only the last `window` if WINDOW. Otherwise all rows see all keys. Decode is masked
         throughout: a separate loop for the last block costs as much as the masks.
@@ -37,9 +40,9 @@ def attend_keys(
     for key in range(start, end, BLOCK_N):
         next_page = _load_pages(page_table, key + BLOCK_N, end, MASKED, PAGE_SIZE, BLOCK_N)
         acc, m_i, l_i = _attend_block(
-            q, acc, m_i, l_i, last_key, key, end, page, keys, values,
-            slot_stride_k, slot_stride_v, scale, softcap, window,
-            MASKED, WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
+            q, acc, m_i, l_i, last_key, key, end, page, keys, values, key_scales, value_scales,
+            slot_stride_k, slot_stride_v, page_stride_s, scale, softcap, window, MASKED, WINDOW,
+            SOFTCAP, QUANTIZED, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
         )  # fmt: skip
         page = next_page
     return acc, m_i, l_i
@@ -63,16 +66,16 @@ def _load_pages(
         else:
             entry = page_table + (first_key + offs_n) // PAGE_SIZE
         mask = offs_n < end - first_key if MASKED else tl.full([BLOCK_N], 1, tl.int1) & mask
-    return tl.load(entry, mask=mask, other=0)
+    return tl.load(entry, mask=mask, other=0.0)
 
 
 @triton.jit
 def _attend_block(
-    q, acc, m_i, l_i, last_key, first_key, end, page, keys, values,
-    slot_stride_k, slot_stride_v, scale, softcap, window,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    q, acc, m_i, l_i, last_key, first_key, end, page, keys, values, key_scales, value_scales,
+    slot_stride_k, slot_stride_v, page_stride_s, scale, softcap, window,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys [first_key, +BLOCK_N), which are in `page`."""
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -102,6 +105,13 @@ def _attend_block(
             v = tl.load(v_ptr)
         else:
             v = tl.load(v_ptr, mask=(offs_dv < DV)[None, :], other=0.0)
+    if QUANTIZED:
+        offset = page.to(tl.int64) * page_stride_s + (first_key + offs_n) % PAGE_SIZE
+        mask_s = offs_n < end - first_key
+        key_scale = tl.load(key_scales + offset, mask=mask_s, other=0.0)
+        value_scale = tl.load(value_scales + offset, mask=mask_s, other=0.0)
+        k = dequantize(k, key_scale[None, :], q.dtype)
+        v = dequantize(v, value_scale[:, None], q.dtype)
     s = tl.dot(q, k, input_precision=PRECISION)
     scale2 = scale * LOG2E
     if SOFTCAP:

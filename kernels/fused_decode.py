@@ -79,8 +79,9 @@ def _attention_kernel(
     acc, m_i, l_i = attend_keys(
         qk, acc, m_i, l_i, tl.full([1], 0, tl.int32) + num_cached - 1,
         start, tl.minimum(start + split_keys, num_cached), page_table + row * page_table_stride,
-        keys + kv_head * D, values + kv_head * D, slot_stride_k, slot_stride_v, scale, 1.0, 0,
-        True, False, False, PAGE_SIZE, D, D, BLOCK_D, BLOCK_D, BLOCK_N, PRECISION,
+        keys + kv_head * D, values + kv_head * D, keys, values, slot_stride_k, slot_stride_v, 0,
+        scale, 1.0, 0, True, False, False, False, PAGE_SIZE, D, D, BLOCK_D, BLOCK_D, BLOCK_N,
+        PRECISION,
     )  # fmt: skip
     result = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     mask_out = (offs_m < GROUP_SIZE)[:, None] & mask_d[None, :]

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .quantized_kv import write_quantized_kv
+
 
 @triton.jit
 def _write_kernel(
@@ -31,8 +33,16 @@ def _write_kernel(
     )
 
 
-def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, kv_slots: Tensor) -> None:
-    """Write k [T, Hkv, Dk] and v [T, Hkv, Dv] into slots [T] of a layer's pages; -1: skip."""
+def write_kv(
+    k: Tensor, v: Tensor, keys: Tensor, values: Tensor, kv_slots: Tensor, *scales: Tensor
+) -> None:
+    """Write k [T, Hkv, Dk] and v [T, Hkv, Dv] into slots [T] of a layer's pages; -1: skip.
+
+    scales: those of keys and values in 8 bits.
+    """
+    if scales:
+        write_quantized_kv(k, v, keys, values, kv_slots, *scales)
+        return
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     heads, dk = k.shape[1:]
     dv = v.shape[2]

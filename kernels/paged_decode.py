@@ -17,6 +17,7 @@ split from the lengths, which the host sent before the step, and then waits for 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,12 +61,14 @@ def _num_splits(
     ]
 )  # fmt: skip
 def _decode_kernel(
-    q, keys, values, page_table, lengths, cu_seqlens, sinks, out, partial_out, partial_lse,
+    q, keys, values, key_scales, value_scales, page_table, lengths, cu_seqlens, sinks, out,
+    partial_out, partial_lse,
     scale, softcap, window, num_seqs, num_programs, max_splits,
     q_stride_t, q_stride_h, out_stride_t, out_stride_h, page_table_stride,
-    slot_stride_k, head_stride_k, slot_stride_v, head_stride_v,
+    slot_stride_k, head_stride_k, slot_stride_v, head_stride_v, page_stride_s,
     GROUP_SIZE: tl.constexpr, SINGLE_SPLIT: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAGE_SIZE: tl.constexpr, DK: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, QUANTIZED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_SEQS: tl.constexpr, MIN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, USE_PDL: tl.constexpr,
@@ -115,8 +118,9 @@ def _decode_kernel(
         q_tile, acc, m_i, l_i, tl.full([1], 0, tl.int32) + length - 1, start, end,
         page_table + seq.to(tl.int64) * page_table_stride,
         keys + kv_head * head_stride_k, values + kv_head * head_stride_v,
-        slot_stride_k, slot_stride_v, scale, softcap, window,
-        True, WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
+        key_scales + kv_head * PAGE_SIZE, value_scales + kv_head * PAGE_SIZE,
+        slot_stride_k, slot_stride_v, page_stride_s, scale, softcap, window, True, WINDOW, SOFTCAP,
+        QUANTIZED, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
     )  # fmt: skip
 
     mask_out = mask_m[:, None] & (offs_dv < DV)[None, :]
@@ -211,22 +215,22 @@ def paged_attention_decode(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Sequence[Tensor] = (),
 ) -> None:
     """Fill the rows of `out` [T, H, Dv] that belong to sequences with exactly one query.
 
     q [T, H, Dk]; keys [pages, page_size, Hkv, Dk] and values likewise; cu_seqlens [N+1],
-    page_table [N, P] and lengths [N], all int32.
+    page_table [N, P] and lengths [N], all int32; scales, of 8-bit pages: [pages, Hkv, page_size].
     """
-    heads, dk = q.shape[1:]
-    page_size, kv_heads, dv = values.shape[1:]
-    num_seqs = page_table.shape[0]
-    group_size = heads // kv_heads
+    (heads, dk), (page_size, kv_heads, dv) = q.shape[1:], values.shape[1:]
+    num_seqs, group_size = page_table.shape[0], heads // kv_heads
     single_split = tiles.max_splits == 1
     num_programs = programs_per_kv_head(kv_heads, q.device)
     items = num_seqs if single_split else num_seqs + num_programs
     partials = out if single_split else out.new_empty(items * heads, dv, dtype=torch.float32)
     lse = out if single_split else out.new_empty(items * heads, dtype=torch.float32)
     sinks_or_dummy = out if sinks is None else sinks
+    key_scales, value_scales = scales or (keys, values)  # without scales they are not read
     use_pdl = supports_pdl(q.device)
     block_seqs, block_splits = launch_blocks(num_seqs, tiles.max_splits)
     shared = {
@@ -240,12 +244,12 @@ def paged_attention_decode(
         "launch_pdl": use_pdl,
     }
     _decode_kernel[(kv_heads, items)](
-        q, keys, values, page_table, lengths, cu_seqlens, sinks_or_dummy, out, partials, lse,
-        scale, softcap or 1.0, window or 0, num_seqs, num_programs, tiles.max_splits,
-        q.stride(0), q.stride(1), out.stride(0), out.stride(1), page_table.stride(0),
-        keys.stride(1), keys.stride(2), values.stride(1), values.stride(2),
+        q, keys, values, key_scales, value_scales, page_table, lengths, cu_seqlens, sinks_or_dummy,
+        out, partials, lse, scale, softcap or 1.0, window or 0, num_seqs, num_programs,
+        tiles.max_splits, *q.stride()[:2], *out.stride()[:2], page_table.stride(0),
+        *keys.stride()[1:3], *values.stride()[1:3], key_scales.stride(0),
         GROUP_SIZE=group_size, SINGLE_SPLIT=single_split, SOFTCAP=softcap is not None,
-        PAGE_SIZE=page_size, DK=dk, BLOCK_DK=padded_dim(dk),
+        QUANTIZED=len(scales) > 0, PAGE_SIZE=page_size, DK=dk, BLOCK_DK=padded_dim(dk),
         BLOCK_M=max(16, triton.next_power_of_2(group_size)), BLOCK_N=tiles.block_n,
         PRECISION=dot_precision(q), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         maxnreg=tiles.max_registers, **shared,

@@ -11,6 +11,7 @@ return at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import triton
@@ -36,12 +37,13 @@ def _find_sequence(cu_seqlens, tile, num_seqs, TILE_QUERIES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["window", "scale", "softcap", "page_table_stride", "num_seqs"])
 def _prefill_kernel(
-    q, keys, values, page_table, lengths, cu_seqlens, sinks, out,
+    q, keys, values, key_scales, value_scales, page_table, lengths, cu_seqlens, sinks, out,
     scale, softcap, window, num_seqs,
     q_stride_t, q_stride_h, out_stride_t, out_stride_h, page_table_stride,
-    slot_stride_k, head_stride_k, slot_stride_v, head_stride_v,
+    slot_stride_k, head_stride_k, slot_stride_v, head_stride_v, page_stride_s,
     GROUP_SIZE: tl.constexpr, BLOCK_GROUP: tl.constexpr, TILE_QUERIES: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, QUANTIZED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -74,6 +76,8 @@ def _prefill_kernel(
     table = page_table + seq.to(tl.int64) * page_table_stride
     keys += kv_head * head_stride_k
     values += kv_head * head_stride_v
+    key_scales += kv_head * PAGE_SIZE
+    value_scales += kv_head * PAGE_SIZE
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -82,14 +86,15 @@ def _prefill_kernel(
     else:
         masked_start = (first_last_key + 1) // BLOCK_N * BLOCK_N
         acc, m_i, l_i = attend_keys(
-            q_tile, acc, m_i, l_i, last_key, 0, masked_start, table, keys, values,
-            slot_stride_k, slot_stride_v, scale, softcap, window,
-            False, WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
+            q_tile, acc, m_i, l_i, last_key, 0, masked_start, table, keys, values, key_scales,
+            value_scales, slot_stride_k, slot_stride_v, page_stride_s, scale, softcap, window,
+            False, WINDOW, SOFTCAP, QUANTIZED, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N,
+            PRECISION,
         )  # fmt: skip
     acc, m_i, l_i = attend_keys(
-        q_tile, acc, m_i, l_i, last_key, masked_start, key_end, table, keys, values,
-        slot_stride_k, slot_stride_v, scale, softcap, window,
-        True, WINDOW, SOFTCAP, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
+        q_tile, acc, m_i, l_i, last_key, masked_start, key_end, table, keys, values, key_scales,
+        value_scales, slot_stride_k, slot_stride_v, page_stride_s, scale, softcap, window, True,
+        WINDOW, SOFTCAP, QUANTIZED, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
     )  # fmt: skip
 
     sink = tl.zeros([BLOCK_M], tl.float32)
@@ -126,6 +131,7 @@ def paged_attention_prefill(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Sequence[Tensor] = (),
 ) -> None:
     """Fill the rows of `out` that belong to sequences with several queries.
 
@@ -137,11 +143,14 @@ def paged_attention_prefill(
     block_group = triton.next_power_of_2(group_size)
     tile_queries = max(1, tiles.block_m // block_group)
     num_seqs = page_table.shape[0]
+    key_scales, value_scales = scales or (keys, values)  # without scales they are not read
     _prefill_kernel[(kv_heads, tokens // tile_queries + num_seqs)](
-        q, keys, values, page_table, lengths, cu_seqlens, out if sinks is None else sinks, out,
+        q, keys, values, key_scales, value_scales, page_table, lengths, cu_seqlens,
+        out if sinks is None else sinks, out,
         scale, softcap or 1.0, window or 0, num_seqs,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), page_table.stride(0),
         keys.stride(1), keys.stride(2), values.stride(1), values.stride(2),
+        key_scales.stride(0), QUANTIZED=len(scales) > 0,
         GROUP_SIZE=group_size, BLOCK_GROUP=block_group, TILE_QUERIES=tile_queries,
         WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
         PAGE_SIZE=page_size, DK=dk, DV=dv, BLOCK_DK=padded_dim(dk), BLOCK_DV=padded_dim(dv),

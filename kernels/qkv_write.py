@@ -12,6 +12,7 @@ kernel itself. The rows of a tile are the queries of a group and their new key.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention_tile import padded_dim
+from .quantized_kv import store_quantized
 
 MANY_TOKENS = 1024
 """From this many tokens on, a program takes several kv heads: fewer programs fill the device."""
@@ -116,10 +118,11 @@ def _norm_and_rotate(
 @triton.jit(do_not_specialize=["num_rows"])
 def _write_kernel(
     partials, bias, cos, sin, q_gain, k_gain, keys, values, kv_slots, lengths, out, eps, num_rows,
-    cos_stride, slot_stride_k, slot_stride_v,
+    cos_stride, slot_stride_k, slot_stride_v, key_scales, value_scales,
     NUM_PARTIALS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    USE_PDL: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    USE_PDL: tl.constexpr, BLOCK_HEADS: tl.constexpr, QUANTIZED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Take BLOCK_HEADS kv heads of one token; each has BLOCK_M rows of the tile."""
     GROUP_SIZE: tl.constexpr = HEADS // KV_HEADS
@@ -140,16 +143,31 @@ def _write_kernel(
     mask_q = (offs_m < GROUP_SIZE)[:, None] & mask_d[None, :]
     tl.store(out + query * D + offs_d[None, :], qk, mask=mask_q)
     if slot >= 0:
-        k_ptr = keys + slot * slot_stride_k + kv_head * D + offs_d[None, :]
-        tl.store(k_ptr, qk, mask=(offs_m == GROUP_SIZE)[:, None] & mask_d[None, :])
+        is_key = offs_m == GROUP_SIZE
+        if QUANTIZED:
+            head = first_head + offs // BLOCK_M
+            store_quantized(
+                qk, keys, key_scales, slot, slot_stride_k, head, is_key, offs_d,
+                KV_HEADS, D, PAGE_SIZE,
+            )  # fmt: skip
+        else:
+            k_ptr = keys + slot * slot_stride_k + kv_head * D + offs_d[None, :]
+            tl.store(k_ptr, qk, mask=is_key[:, None] & mask_d[None, :])
         v_head = (first_head + tl.arange(0, BLOCK_HEADS))[:, None]
         v_column = (HEADS + KV_HEADS + v_head) * D + offs_d[None, :]
         mask_v = mask_d[None, :]
         value = sum_split_k(
             partials, bias, num_rows, row, v_column, mask_v, WIDTH, NUM_PARTIALS, dtype, BIAS
         )
-        v_ptr = values + slot * slot_stride_v + v_head * D + offs_d[None, :]
-        tl.store(v_ptr, value.to(dtype), mask=mask_v)
+        if QUANTIZED:
+            head = first_head + tl.arange(0, BLOCK_HEADS)
+            store_quantized(
+                value, values, value_scales, slot, slot_stride_v, head, head < KV_HEADS, offs_d,
+                KV_HEADS, D, PAGE_SIZE,
+            )  # fmt: skip
+        else:
+            v_ptr = values + slot * slot_stride_v + v_head * D + offs_d[None, :]
+            tl.store(v_ptr, value.to(dtype), mask=mask_v)
 
 
 def write_qkv(
@@ -161,8 +179,12 @@ def write_qkv(
     kv_slots: Tensor,
     heads: int,
     use_pdl: bool,
+    scales: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Write the keys and values of `partials` into their KV slots; return the queries [M, H, D]."""
+    """Write the keys and values of `partials` into their KV slots; return the queries [M, H, D].
+
+    scales: those of keys and values in 8 bits, [pages, Hkv, page_size].
+    """
     num_rows = partials.shape[1]
     kv_heads, dim = keys.shape[2:]
     out = torch.empty(num_rows, heads, dim, dtype=transform.cos.dtype, device=partials.device)
@@ -173,7 +195,8 @@ def write_qkv(
     while num_rows >= MANY_TOKENS and block_heads < 8 and kv_heads % (2 * block_heads) == 0:
         block_heads *= 2
     _write_kernel[(kv_heads // block_heads, num_rows)](
-        *args, **constants, BLOCK_HEADS=block_heads, launch_pdl=use_pdl,
+        *args, *(scales or (keys, values)), **constants, BLOCK_HEADS=block_heads,
+        QUANTIZED=len(scales) > 0, PAGE_SIZE=keys.shape[1], launch_pdl=use_pdl,
         num_warps=4 if block_heads > 1 else 1,
     )  # fmt: skip
     return out

@@ -1517,6 +1517,28 @@ FAULTS = {
         "    return right(self, step, sampled, now)\n"
         "Speculation.verify = verify",
     ),
+    "tokens written together have one scale": (
+        "inference/test_quantized_cache.py::"
+        "test_completions_are_those_of_a_model_with_rounded_keys",
+        "nopad.attention.backends.quantized_pages",
+        "right = quantize\n"
+        "def quantize(x, dtype):\n"
+        "    rows, scales = right(x, dtype)\n"
+        "    return rows, scales[:1].expand_as(scales)",
+    ),
+    "a copied page keeps the scales it had": (
+        "inference/test_quantized_cache.py::test_pages_are_copied_with_their_scales",
+        "nopad.attention.paging.cache",
+        "right = PagedCache.copy_pages\n"
+        "def copy_pages(self, *pages):\n"
+        "    count = len(self.layer_shapes)\n"
+        "    scales = [[x.clone() for x in self.layer(i)[2:]] for i in range(count)]\n"
+        "    right(self, *pages)\n"
+        "    for i, before in enumerate(scales):\n"
+        "        for tensor, old in zip(self.layer(i)[2:], before):\n"
+        "            tensor.copy_(old)\n"
+        "PagedCache.copy_pages = copy_pages",
+    ),
     "a pack has no boundaries": (
         "trainer/with_trl/test_preference_trainers.py", "nopad.trainer.loss.packed_forward",
         "right = unpacked_forward\n"

@@ -47,9 +47,18 @@ class Backend(Protocol):
         ...
 
     def paged(
-        self, q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, score_params: ScoreParams
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        varlen: Varlen,
+        score_params: ScoreParams,
+        *scales: Tensor,
     ) -> Tensor:
-        """Attend to all keys in the pages of one layer, including those of this step."""
+        """Attend to all keys in the pages of one layer, including those of this step.
+
+        scales: those of keys and values that have 8 bits.
+        """
         ...
 
 

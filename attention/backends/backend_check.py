@@ -70,7 +70,8 @@ def _relative_error(backend: Backend, spec: CallSpec) -> float:
     if varlen.pages is None:
         out = backend.packed(q, k, v, varlen, score_params)
     else:
-        out = backend.paged(q, *varlen.pages.cache.layer(0), varlen, score_params)
+        keys, values, *scales = varlen.pages.cache.layer(0)
+        out = backend.paged(q, keys, values, varlen, score_params, *scales)
     expected = reference(
         q.float(), k.float(), v.float(), varlen,
         window=score_params.window, softcap=score_params.softcap, sinks=score_params.sinks,
@@ -112,7 +113,7 @@ def _varlen(spec: CallSpec, lengths: list[int]) -> Varlen:
     if not spec.paged:
         return Varlen(cu_seqlens, max(lengths))
     shape = (spec.kv_heads, spec.key_dim, spec.value_dim)
-    cache = PagedCache(4, spec.page_size, [shape], spec.dtype, spec.device)
+    cache = PagedCache(4, spec.page_size, [shape], spec.dtype, spec.device, spec.quantized)
     for seed, tensor in enumerate(cache.layer(0)):
         tensor.copy_(_numbers(spec, *tensor.shape, seed=seed))
     totals = [n + spec.page_size // 2 + 1 for n in lengths]

@@ -64,6 +64,8 @@ class CallSpec(NamedTuple):
     large: bool = False
     """Thousands of tokens with little padding: device time decides, not host time."""
     causal: bool = True
+    quantized: torch.dtype | None = None
+    """The 8-bit dtype of the keys and values in the pages; None: that of the queries."""
 
     @property
     def paged(self) -> bool:
@@ -89,9 +91,8 @@ def call_spec(
     requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
     if grad is None:
         grad = torch.is_grad_enabled() and not page_size and requires_grad
-    large, tokens, padded = False, q.shape[0], len(varlen.cu_seqlens) * varlen.max_length
-    if not page_size and tokens >= _LARGE_TOKENS and padded <= _MAX_PADDING * tokens:
-        large = True
+    tokens, padded = q.shape[0], len(varlen.cu_seqlens) * varlen.max_length
+    large = not page_size and tokens >= _LARGE_TOKENS and padded <= _MAX_PADDING * tokens
     return CallSpec(
         q.device.type,
         q.dtype,
@@ -107,6 +108,7 @@ def call_spec(
         page_size > 0 and varlen.max_length == 1,
         large,
         score_params.causal,
+        k.dtype if k.dtype.itemsize == 1 else None,
     )
 
 

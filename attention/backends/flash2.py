@@ -47,6 +47,8 @@ def _load() -> tuple[Any, str | None]:
 def limit_reason(spec: CallSpec) -> str | None:
     if spec.device != "cuda":
         return "it needs CUDA"
+    if spec.quantized:
+        return "it reads no pages in 8 bits"
     if spec.sinks and spec.paged:
         return "it has no sinks over pages"
     if spec.dtype not in (torch.float16, torch.bfloat16):
@@ -122,12 +124,17 @@ def _attend(
 
 
 def paged(
-    q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, score_params: ScoreParams
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    varlen: Varlen,
+    score_params: ScoreParams,
+    *scales: Tensor,
 ) -> Tensor:
     """Attend each sequence to the keys in its pages."""
     flash, _ = library()
     pages = varlen.pages
-    assert pages is not None
+    assert pages is not None and not scales
     kwargs = {**_score_kwargs(score_params), "block_table": pages.table}
     if varlen.max_length == 1 and q.shape[0] == pages.table.shape[0]:
         out = flash.flash_attn_with_kvcache(

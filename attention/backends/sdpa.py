@@ -21,6 +21,7 @@ from torch import Tensor
 from ..reference import causal_mask
 from ..varlen import Varlen
 from .call_spec import CallSpec, NotCapturable, ScoreParams
+from .quantized_pages import dequantize_pages
 from .sdpa_backward import backward  # noqa: F401 (a function of every backend)
 from .sdpa_batching import Batch, PlanKey, SharedPrefix, additive_mask, plan
 
@@ -63,16 +64,18 @@ def forward(
 
 
 def paged(
-    q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, score_params: ScoreParams
+    q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: ScoreParams, *scales: Tensor
 ) -> Tensor:
     """Attend each sequence to the keys in its pages."""
     pages = varlen.pages
     assert pages is not None
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotCapturable("SDPA over pages reads lengths on the host")
+    if scales:
+        return paged(q, *dequantize_pages(q.dtype, keys, values, varlen, *scales), scores)
     same_dims = keys.shape == values.shape
-    share = _share_prefixes.get() and q.is_cpu and same_dims and score_params.scale_only
-    key = PlanKey(keys.shape[1], score_params.window, share, q.dtype, q.device)
+    share = _share_prefixes.get() and q.is_cpu and same_dims and scores.scale_only
+    key = PlanKey(keys.shape[1], scores.window, share, q.dtype, q.device)
     cu_seqlens, lengths = (tuple(x.tolist()) for x in (varlen.cu_seqlens, pages.lengths))
     batches, prefixes = plan(cu_seqlens, lengths, pages.table.cpu().numpy().tobytes(), key)
     out = q.new_zeros(q.shape[0], q.shape[1], values.shape[-1])
@@ -82,14 +85,14 @@ def paged(
         k, v = (_gather_pages(x, batch) for x in (keys, values))
         queries = q.index_select(0, batch.rows).view(batch.count, -1, *q.shape[1:]).transpose(1, 2)
         if lse is None:
-            output = _sdpa(queries, k, v, score_params, batch.bias)
+            output = _sdpa(queries, k, v, scores, batch.bias)
         else:
-            output, batch_lse = _sdpa_with_lse(queries, k, v, score_params.scale, batch.bias)
+            output, batch_lse = _sdpa_with_lse(queries, k, v, scores.scale, batch.bias)
             lse.index_copy_(0, batch.rows, batch_lse.transpose(1, 2).flatten(0, 1))
         out.index_copy_(0, batch.rows, output.transpose(1, 2).flatten(0, 1))
     for prefix in prefixes:
         assert lse is not None
-        _merge_prefix(out, lse, q, keys, values, prefix, score_params.scale)
+        _merge_prefix(out, lse, q, [keys, values], prefix, scores.scale)
     return out
 
 
@@ -105,16 +108,10 @@ def _gather_pages(cache: Tensor, batch: Batch) -> Tensor:
 
 
 def _merge_prefix(
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    prefix: SharedPrefix,
-    scale: float,
+    out: Tensor, lse: Tensor, q: Tensor, kv: list[Tensor], prefix: SharedPrefix, scale: float
 ) -> None:
     """Merge the attention to a shared prefix into `out`, which has the attention to own pages."""
-    k, v = (x.index_select(0, prefix.pages).flatten(0, 1).transpose(0, 1) for x in (keys, values))
+    k, v = (x.index_select(0, prefix.pages).flatten(0, 1).transpose(0, 1) for x in kv)
     kv_heads, dim = k.shape[0], q.shape[2]
     rows = q.index_select(0, prefix.rows).view(len(prefix.rows), kv_heads, -1, dim)
     queries = rows.transpose(0, 1).reshape(1, kv_heads, -1, dim)

@@ -44,7 +44,9 @@ def limit_reason(spec: CallSpec) -> str | None:
     return None
 
 
-def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: ScoreParams) -> Tensor:
+def paged(
+    q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: ScoreParams, *scales: Tensor
+) -> Tensor:
     """Attend each sequence to the keys in its pages."""
     pages = varlen.pages
     assert pages is not None
@@ -56,6 +58,7 @@ def paged(q: Tensor, keys: Tensor, values: Tensor, varlen: Varlen, scores: Score
         "window": scores.window,
         "softcap": scores.softcap,
         "sinks": scores.sinks,
+        "scales": scales,
     }
     max_keys = pages.max_length if scores.window is None else min(scores.window, pages.max_length)
     tiles = decode_tiles(q, keys, values, pages.table.shape[0], max_keys)

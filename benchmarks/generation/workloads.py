@@ -49,6 +49,23 @@ def llama_1b(device: str = "cuda") -> torch.nn.Module:
     return _build(LlamaForCausalLM, config, device, torch.bfloat16)
 
 
+def llama_8b(device: str = "cuda") -> torch.nn.Module:
+    """The shape of Llama-3.1-8B."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=8192,
+        rope_theta=500000.0,
+        tie_word_embeddings=False,
+    )
+    return _build(LlamaForCausalLM, config, device, torch.bfloat16)
+
+
 def qwen3_600m(device: str = "cuda") -> torch.nn.Module:
     """The shape of Qwen3-0.6B."""
     config = Qwen3Config(
@@ -148,23 +165,3 @@ def choices(vocab_size: int, count: int = 256, seed: int = 0) -> tuple[list, lis
 def _random(rng, vocab_size: int, prompt, new) -> Workload:
     prompts = [rng.integers(0, vocab_size, n).tolist() for n in prompt]
     return Workload(prompts, [int(n) for n in new])
-
-
-def floor_seconds(model, work: Workload, bandwidth: float, matrix_rate: float) -> float:
-    """Return a lower bound of the time, with all requests running in parallel.
-
-    Prefill runs at the matrix rate; each decode step reads the weights once, and the keys and
-    values of the running requests, at the copy bandwidth.
-    """
-    config = model.config
-    num_parameters = sum(p.numel() for p in model.parameters())
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    itemsize = next(model.parameters()).element_size()
-    kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * itemsize
-    prompt = np.array([len(p) for p in work.prompts], dtype=float)
-    new = np.array(work.new, dtype=float)
-    body = num_parameters - config.vocab_size * config.hidden_size
-    attention = 2 * config.num_hidden_layers * config.num_attention_heads * head_dim
-    prefill = (2 * body * prompt + attention * prompt**2).sum() / matrix_rate
-    kv_read = ((prompt + new / 2) * new).sum() * kv_bytes
-    return prefill + (new.max() * num_parameters * itemsize + kv_read) / bandwidth

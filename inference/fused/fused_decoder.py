@@ -188,19 +188,19 @@ class FusedDecoder:
         varlen = self._varlen()
         assert varlen is not None and varlen.pages is not None
         pages, layer, num_rows = varlen.pages, attn.layer_idx, partials.shape[1]
-        keys, values = pages.cache.layer(layer)
+        keys, values, *scales = pages.cache.layer(layer)
         kv_heads, dim = keys.shape[2:]
         record_call(layer, "call", (kv_heads, dim, values.shape[3]))
         heads = attn.q_proj.out_features // dim
         cache = keys, values
         tiles = None
-        if varlen.max_length == 1 and _by_own_kernels(keys, heads):
+        if varlen.max_length == 1 and not scales and _by_own_kernels(keys, heads):
             tiles = fused_decode_tiles(keys, heads, num_rows, pages.max_length)
         if tiles is None:
             token_lengths = self._token_lengths
             assert token_lengths is not None
             q = write_qkv(
-                partials, transform, *cache, token_lengths, pages.kv_slots, heads, use_pdl
+                partials, transform, *cache, token_lengths, pages.kv_slots, heads, use_pdl, scales
             )
             if kept is not None:
                 q, varlen = q[kept.indices], kept.varlen(varlen, token_lengths)

@@ -32,6 +32,8 @@ BAD = [
     ("cuda_graphs", 1),
     ("speculate", "draft"),
     ("speculate", True),
+    ("kv_dtype", "fp16"),
+    ("kv_dtype", torch.int8),
     ("debug", None),
 ]
 
@@ -99,7 +101,7 @@ def tokens_while_decoding(monkeypatch, tiny, ranks: int = 1, **arguments) -> int
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     monkeypatch.setattr(model, "parameters", lambda: iter([on_gpu]))
     names = ("page_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_waiting")
-    defaults = dict.fromkeys((*names, "target_itl", "speculate")) | {"memory": 0.5}
+    defaults = dict.fromkeys((*names, "target_itl", "speculate", "kv_dtype")) | {"memory": 0.5}
     flags = {"keep_memory": True, "dtype": None, "cuda_graphs": True, "debug": False}
     return settings.resolve_settings(
         model, **defaults | flags | arguments

@@ -1,7 +1,7 @@
 """Checks before the first step, and throughput during training."""
 
 from .finite_check import FiniteCheck, NonFiniteError, check_weights, raise_if_not_finite
-from .flops import ModelFlops
+from .flops import ModelFlops, expert_fraction
 from .packing_difference import measure_images
 from .preflight import check_run
 from .throughput import ThroughputMeter, tracker_tags
@@ -13,6 +13,7 @@ __all__ = [
     "ThroughputMeter",
     "check_run",
     "check_weights",
+    "expert_fraction",
     "measure_images",
     "raise_if_not_finite",
     "tracker_tags",

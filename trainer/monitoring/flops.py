@@ -71,11 +71,16 @@ def _windows(config: Any) -> tuple[int | None, ...]:
     return tuple(window if name == "sliding_attention" else None for name in layer_types)
 
 
-def _weights_per_token(model: Any, config: Any) -> float:
-    """Count the matrix weights used per token; embeddings are lookups, not products."""
+def expert_fraction(config: Any) -> float:
+    """Return the fraction of a layer's experts that a token is routed to; 1 without experts."""
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     active = getattr(config, "num_experts_per_tok", None)
-    active_fraction = active / experts if experts and active else 1.0
+    return active / experts if experts and active else 1.0
+
+
+def _weights_per_token(model: Any, config: Any) -> float:
+    """Count the matrix weights used per token; embeddings are lookups, not products."""
+    active_fraction = expert_fraction(config)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     total = 0.0
     for name, parameter in model.named_parameters():

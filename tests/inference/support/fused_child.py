@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from interpreted_casts import exact_casts
 from nopad.attention import PagedCache, layer_shapes
 from nopad.inference.execution import graph_shape
 from nopad.inference.execution.capture import capture_mode
@@ -51,6 +52,8 @@ def check_models(families: list[str]) -> None:
                     for shape in ((3, 4, 3, False), (3, 4, 3, True), *large):
                         _precompile_step(model, cache_like, *shape)
                     check_kept_tokens(model, ops[-1])
+            if len(ops) == 6:
+                check_quantized_pages(model, ops)
         assert_close(logits, expected, atol=1e-4, rtol=1e-4)
         assert [dict(m.__dict__) for m in model.modules()] == before, "a module was left changed"
     plain = {"llama", "qwen3", "qwen2"}
@@ -74,6 +77,23 @@ def check_kept_tokens(model, decoder) -> None:
     assert [len(each) for each in rows] == [10, 3] * 2, "of each layer"
     del decoder._attend
     fused_decoder.MIXED_TOKENS = graph_shape.MIXED_TOKENS
+
+
+def check_quantized_pages(model, ops) -> None:
+    """Prompts, a mixed step and a decode over pages in 8 bits, captured, against stock layers."""
+    from triton.runtime import interpreter
+
+    right = interpreter._convert_float
+    interpreter._convert_float = exact_casts(right)
+    shapes, spans = layer_shapes(model), [[range(5), range(3)], [range(5, 6), range(3, 7)]]
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        ours, theirs = (PagedCache(2, 16, shapes, torch.float32, "cpu", dtype) for _ in "ab")
+        for step in (*spans, [range(6, 7), range(7, 8)]):
+            expected = _run_step(model, theirs, step)
+            with apply_ops(list(model.modules()), ops), capture_mode():
+                got = _run_step(model, ours, step)
+            assert_close(got, expected, atol=0.05, rtol=0.05)  # a rounding may go the other way
+    interpreter._convert_float = right
 
 
 if __name__ == "__main__":
