@@ -70,14 +70,22 @@ def page_bytes(model) -> int:
     return PagedCache.bytes_per_page(layer_shapes(model), 16, torch.float32)
 
 
-@pytest.mark.parametrize("source", ["ngram", "history"])
-@pytest.mark.parametrize("case", PARAMS)
+SOURCES = ("ngram", "history")
+EACH_CASE = [
+    pytest.param(case, source, marks=[pytest.mark.slow] if (number + place) % 2 else [])
+    for number, case in enumerate(PARAMS)
+    for place, source in enumerate(SOURCES)
+]
+"""Of a parameter, a fast run has one source; `test_all_parameters_at_once` has both."""
+
+
+@pytest.mark.parametrize(("case", "source"), EACH_CASE)
 def test_completions_are_those_without(always, tiny, case, source):
     model, few = tiny("llama"), FEW_TOKENS if source == "ngram" else {}
     params = SamplingParams(**LONG | few | PARAMS[case])
     plain = Engine(model, TOKENIZER, page_size=16)
     engine = Engine(model, TOKENIZER, page_size=16, speculate=source, debug=True)
-    for call in range(3):
+    for call in range(2):
         draws = Draws("same numbers", call)
         want = plain.generate(prompts(), params, _draws=draws)
         got = engine.generate(prompts(), params, _draws=draws)
