@@ -106,6 +106,8 @@ class Server:
         _check_address(host, port)
         self.token = secrets.token_urlsafe(24) if token is None else token
         self.when, self.host = when, host
+        self.training_step: int | None = None
+        """Optimizer steps of the training so far, kept up to date by the front end's callback."""
         self.model_name = _name_of(engine) if model_name is None else model_name
         self._engine = engine
         self._max_requests, self._timeout = max_requests, timeout
@@ -288,11 +290,11 @@ class Server:
 
     async def _models(self, _: Request) -> Response:
         model = {"id": self.model_name, "object": "model", "owned_by": "nopad"}
-        model |= {"created": 0, "training_step": self._queue.step}
+        model |= {"created": 0, "training_step": self.training_step}
         return _json({"object": "list", "data": [model]})
 
     async def _health(self, _: Request) -> Response:
-        return _json({"status": "ok", "training_step": self._queue.step})
+        return _json({"status": "ok", "training_step": self.training_step})
 
     async def _metrics(self, _: Request) -> Response:
         return PlainTextResponse(self._metrics_text(), media_type="text/plain; version=0.0.4")
@@ -309,9 +311,8 @@ class Server:
         }
         if share is not None:
             figures[("pause_seconds_total", "counter")] = share.seconds
-            figures[("training_step", "gauge")] = (
-                -1 if self._queue.step is None else self._queue.step
-            )
+        if self.training_step is not None:
+            figures[("training_step", "gauge")] = self.training_step
         lines = [f"# TYPE nopad_{n} {kind}\nnopad_{n} {v}" for (n, kind), v in figures.items()]
         lines.append("# TYPE nopad_answers_total counter")
         counts = sorted(self._num_answers.items())
