@@ -1495,6 +1495,17 @@ FAULTS = {
         "Route = type('Route', (Route,), {'path': property(\n"
         "    lambda self: '', lambda self, path: None)})",
     ),
+    "a server that is terminated fails": (
+        "cli/test_serve.py::test_a_checkpoint_is_served_until_a_signal[15-0]", "nopad.cli.serve",
+        "signal = type('Signals', (), {'SIGTERM': 15, 'signal': staticmethod(print)})",
+    ),
+    "a full queue is an invalid request": (
+        "inference/endpoint/test_server.py::test_a_full_queue_answers_429",
+        "nopad.inference.endpoint.openai_api",
+        "body = ApiError.body\n"
+        "ApiError.body = lambda self: {\n"
+        "    'error': body(self)['error'] | {'type': 'invalid_request_error'}}",
+    ),
     "live requests leave another attention": (
         "trainer/evaluation/test_live_requests.py::"
         "test_training_with_live_requests_is_bitwise_training_without[accelerate]",

@@ -210,6 +210,7 @@ def test_a_full_queue_answers_429(server):
         until(lambda: paused._queue.num_waiting == 2)
         refused = complete(paused)
         assert refused.status_code == 429 and refused.headers["Retry-After"] == "1"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
         paused.run_requests(7)
         assert [each.result().json()["training_step"] for each in waiting] == [7, 7]
         assert [each.result().headers["X-Training-Step"] for each in waiting] == ["7", "7"]
