@@ -1506,6 +1506,13 @@ FAULTS = {
         "ApiError.body = lambda self: {\n"
         "    'error': body(self)['error'] | {'type': 'invalid_request_error'}}",
     ),
+    "shown completions alone are saved": (
+        "trainer/evaluation/test_generation_eval.py::"
+        "test_all_completions_of_every_evaluation_are_appended_to_a_file",
+        "nopad.trainer.evaluation.generation_eval",
+        "append = append_completions\n"
+        "append_completions = lambda path, step, name, rows: append(path, step, name, rows[:1])",
+    ),
     "live requests leave another attention": (
         "trainer/evaluation/test_live_requests.py::"
         "test_training_with_live_requests_is_bitwise_training_without[accelerate]",
