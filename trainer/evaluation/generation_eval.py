@@ -94,8 +94,7 @@ class GenerationEval:
         _check_settings(generate, metrics, every, num_samples, mode, on_error)
         if examples is not None:
             _check_examples(examples, metrics, monitor)
-        if output is not None:
-            _check_output(output, examples)
+        _check_output(output, examples)
         self.every, self.monitor, self.num_samples = every, monitor, num_samples
         self.best: float | None = None
         self.budget = TimeBudget(max_time_share, deadline)
@@ -298,6 +297,8 @@ def _check_examples(
 
 def _check_output(output: Any, examples: list[Example] | None) -> None:
     """Refuse a path that cannot be a file, or that would stay empty."""
+    if output is None:
+        return
     if not isinstance(output, str | os.PathLike):
         raise ValueError(f"output is a {type(output).__name__}; pass the path of a JSONL file")
     if Path(output).is_dir():
