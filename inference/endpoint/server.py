@@ -303,7 +303,7 @@ class Server:
 
     def _metrics_text(self) -> str:
         stats, share, step = self._engine.stats, self._queue.time_share, self.training_step
-        responses = {
+        responses: dict[str, float] = {
             f'{{route="{route}",status="{status}"}}': count
             for (route, status), count in sorted(self._num_responses.items())
         }
