@@ -6,12 +6,14 @@
 
 Routes: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics. Every route needs
 the token; without --token, one is made and printed. Only this machine can connect unless --host
-says otherwise. Ctrl-C or SIGTERM finishes all requests, then exits.
+says otherwise. SIGTERM or Ctrl-C finishes all requests, then exits with status 0 or 130.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 
 from .load_pretrained import (
     add_chat_template_option,
@@ -82,5 +84,7 @@ def _serve(args: argparse.Namespace) -> int:
     print(f"serving {server.model_name} at {server.url}", flush=True)
     if args.token is None:
         print(f"token: {server.token}", flush=True)
+    # uvicorn raises the signals that it has caught again, once all requests are finished.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     server.run()
     return 0

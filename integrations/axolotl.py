@@ -54,6 +54,8 @@ class NopadArgs(BaseModel):
     """Steps between these evaluations; default: at Axolotl's evaluations, and at the end."""
     nopad_eval_max_tokens: PositiveInt = 128
     """Longest completion."""
+    nopad_eval_output: str | None = None
+    """JSONL file to which every evaluation appends all its completions."""
 
 
 class NopadPlugin(BasePlugin):
@@ -130,6 +132,8 @@ def check_settings(cfg: dict) -> None:
     for name, reason in REFUSED.items():
         if cfg.get(name) and not (name == "context_parallel_size" and cfg[name] == 1):
             raise ValueError(f"{name} does not apply to packs: {reason}")
+    if cfg.get("nopad_eval_output") and not cfg.get("nopad_eval_data"):
+        raise ValueError("nopad_eval_output has no effect without nopad_eval_data: add that file")
 
 
 def packed_collator(*_: Any, **__: Any) -> Any:
@@ -151,4 +155,5 @@ def generation_eval(cfg: Any, trainer: Any) -> Any:
         {cfg.nopad_eval_metric: metric},
         SamplingParams(temperature=0, max_tokens=cfg.nopad_eval_max_tokens),
         every=cfg.nopad_eval_every,
+        output=cfg.nopad_eval_output,
     )

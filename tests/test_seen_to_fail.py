@@ -1483,6 +1483,36 @@ FAULTS = {
         "RequestQueue._deliver = lambda self, results: deliver(\n"
         "    self, [(r, x) for (r, _), (_, x) in zip(results, results[::-1])])",
     ),
+    "the training step is that of the last answer": (
+        "trainer/evaluation/test_live_requests.py::"
+        "test_the_server_names_the_training_step_without_any_request[hf-step]",
+        "nopad.inference.endpoint.server",
+        "Server.training_step = property(lambda self: self._queue.step, lambda self, step: None)",
+    ),
+    "responses are counted without their route": (
+        "inference/endpoint/test_server.py::test_metrics_count_responses_by_route_and_status",
+        "nopad.inference.endpoint.server",
+        "Route = type('Route', (Route,), {'path': property(\n"
+        "    lambda self: '', lambda self, path: None)})",
+    ),
+    "a server that is terminated fails": (
+        "cli/test_serve.py::test_a_checkpoint_is_served_until_a_signal[15-0]", "nopad.cli.serve",
+        "signal = type('Signals', (), {'SIGTERM': 15, 'signal': staticmethod(print)})",
+    ),
+    "a full queue is an invalid request": (
+        "inference/endpoint/test_server.py::test_a_full_queue_answers_429",
+        "nopad.inference.endpoint.openai_api",
+        "body = ApiError.body\n"
+        "ApiError.body = lambda self: {\n"
+        "    'error': body(self)['error'] | {'type': 'invalid_request_error'}}",
+    ),
+    "shown completions alone are saved": (
+        "trainer/evaluation/test_generation_eval.py::"
+        "test_all_completions_of_every_evaluation_are_appended_to_a_file",
+        "nopad.trainer.evaluation.generation_eval",
+        "append = append_completions\n"
+        "append_completions = lambda path, step, name, rows: append(path, step, name, rows[:1])",
+    ),
     "live requests leave another attention": (
         "trainer/evaluation/test_live_requests.py::"
         "test_training_with_live_requests_is_bitwise_training_without[accelerate]",

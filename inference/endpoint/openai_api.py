@@ -53,6 +53,7 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
         message = str(self)[:_MAX_MESSAGE]
         return {"error": {"message": message, "type": kind, "param": None, "code": self.status}}
 

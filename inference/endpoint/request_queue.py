@@ -108,6 +108,7 @@ class RequestQueue:
     def __init__(self, engine: Engine, time_share: TimeShare | None = None):
         self.time_share = time_share
         self.step: int | None = None
+        """The training step of the weights that requests run with."""
         self.is_closed = False
         self.loop: asyncio.AbstractEventLoop | None = None
         """That of the HTTP thread, while it runs."""

@@ -106,6 +106,8 @@ class Server:
         _check_address(host, port)
         self.token = secrets.token_urlsafe(24) if token is None else token
         self.when, self.host = when, host
+        self.training_step: int | None = None
+        """Optimizer steps of the training so far, kept up to date by the front end's callback."""
         self.model_name = _name_of(engine) if model_name is None else model_name
         self._engine = engine
         self._max_requests, self._timeout = max_requests, timeout
@@ -114,7 +116,8 @@ class Server:
         share = None if when is None else TimeShare(max_share, max_pause)
         self._queue = RequestQueue(engine, share)
         self._num_open = 0
-        self._num_answers: dict[int, int] = {}
+        self._num_responses: dict[tuple[str, int], int] = {}
+        """By route and status."""
         self._has_work, self._is_over = Event(), Event()
         self._threads: list[Thread] = []
         self._socket = _listen(host, port) if rank() == 0 else None
@@ -262,8 +265,9 @@ class Server:
                                 break
                             await receive_tracked()
                 has_started = True
-                status = message["status"]
-                self._num_answers[status] = self._num_answers.get(status, 0) + 1
+                is_route = any(route.path == scope["path"] for route in self._routes.routes)
+                key = scope["path"] if is_route else "other", message["status"]
+                self._num_responses[key] = self._num_responses.get(key, 0) + 1
             await send(message)
 
         try:
@@ -288,34 +292,46 @@ class Server:
 
     async def _models(self, _: Request) -> Response:
         model = {"id": self.model_name, "object": "model", "owned_by": "nopad"}
-        model |= {"created": 0, "training_step": self._queue.step}
+        model |= {"created": 0, "training_step": self.training_step}
         return _json({"object": "list", "data": [model]})
 
     async def _health(self, _: Request) -> Response:
-        return _json({"status": "ok", "training_step": self._queue.step})
+        return _json({"status": "ok", "training_step": self.training_step})
 
     async def _metrics(self, _: Request) -> Response:
         return PlainTextResponse(self._metrics_text(), media_type="text/plain; version=0.0.4")
 
     def _metrics_text(self) -> str:
-        stats, share = self._engine.stats, self._queue.time_share
-        figures = {
-            ("requests_waiting", "gauge"): self._queue.num_waiting,
-            ("requests_running", "gauge"): self._queue.num_running,
-            ("steps_total", "counter"): stats.steps,
-            ("new_tokens_total", "counter"): stats.new_tokens,
-            ("computed_tokens_total", "counter"): stats.num_computed_tokens,
-            ("step_seconds_total", "counter"): stats.step_seconds,
+        stats, share, step = self._engine.stats, self._queue.time_share, self.training_step
+        responses: dict[str, float] = {
+            f'{{route="{route}",status="{status}"}}': count
+            for (route, status), count in sorted(self._num_responses.items())
         }
-        if share is not None:
-            figures[("pause_seconds_total", "counter")] = share.seconds
-            figures[("training_step", "gauge")] = (
-                -1 if self._queue.step is None else self._queue.step
-            )
-        lines = [f"# TYPE nopad_{n} {kind}\nnopad_{n} {v}" for (n, kind), v in figures.items()]
-        lines.append("# TYPE nopad_answers_total counter")
-        counts = sorted(self._num_answers.items())
-        lines += [f'nopad_answers_total{{status="{status}"}} {n}' for status, n in counts]
+        metrics: list[tuple[str, str, str, dict[str, float]]] = [
+            ("requests_waiting", "gauge", "Prompts in the queue.", {"": self._queue.num_waiting}),
+            ("requests_running", "gauge", "Prompts that the engine generates for.",
+             {"": self._queue.num_running}),
+            ("engine_steps_total", "counter", "Forward passes of the engine, not training steps.",
+             {"": stats.steps}),
+            ("engine_step_seconds_total", "counter", "Seconds spent in the engine's steps.",
+             {"": stats.step_seconds}),
+            ("engine_computed_tokens_total", "counter",
+             "Tokens of prompts and completions that went through the model.",
+             {"": stats.num_computed_tokens}),
+            ("engine_generated_tokens_total", "counter", "Tokens of completions.",
+             {"": stats.new_tokens}),
+            ("training_pause_seconds_total", "counter",
+             "Seconds for which requests have stopped the training.",
+             {} if share is None else {"": share.seconds}),
+            ("training_step", "gauge", "Optimizer steps of the training so far.",
+             {} if step is None else {"": step}),
+            ("http_responses_total", "counter", "HTTP responses by route and status.", responses),
+        ]  # fmt: skip
+        lines = []
+        for name, kind, meaning, values in metrics:
+            if values:
+                lines += [f"# HELP nopad_{name} {meaning}", f"# TYPE nopad_{name} {kind}"]
+                lines += [f"nopad_{name}{labels} {value}" for labels, value in values.items()]
         return "\n".join(lines) + "\n"
 
     async def _completions(self, http: Request) -> Response:

@@ -12,7 +12,8 @@ from nopad.__main__ import main
 from small_checkpoint import save_checkpoint
 
 
-def test_a_checkpoint_is_served_until_a_signal(tmp_path):
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_checkpoint_is_served_until_a_signal(tmp_path, sent, status):
     save_checkpoint(tmp_path / "small")
     command = ["-m", "nopad", "serve", tmp_path / "small", "--port", "0", "--device", "cpu"]
     child = warm_python.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -25,10 +26,21 @@ def test_a_checkpoint_is_served_until_a_signal(tmp_path):
         headers = {"Authorization": f"Bearer {token}"}
         answer = httpx.post(f"{url}/chat/completions", json=body, headers=headers, timeout=60)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] <= 3
-    finally:
-        child.send_signal(signal.SIGINT)
+        with httpx.stream(
+            "POST",
+            f"{url}/completions",
+            json={"prompt": "hi", "max_tokens": 50, "ignore_eos": True, "stream": True},
+            headers=headers,
+            timeout=60,
+        ) as running:
+            lines = running.iter_lines()
+            next(lines)
+            child.send_signal(sent)
+            assert [*lines][-2] == "data: [DONE]", "requests are finished first"
         _, errors = child.communicate(timeout=60)
-    assert child.returncode == 130 and "Traceback" not in errors, errors
+    finally:
+        child.kill()
+    assert child.returncode == status and "Traceback" not in errors, errors
 
 
 def test_what_cannot_be_served_is_one_line(tmp_path, capsys):

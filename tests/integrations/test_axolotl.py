@@ -7,13 +7,14 @@ of its own. The others also run without Axolotl, on a base class without methods
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from tiny_inputs import write_inputs
-from transformers import LlamaForCausalLM, TrainingArguments
+from transformers import AutoTokenizer, LlamaForCausalLM, TrainingArguments
 
 HAS_AXOLOTL = importlib.util.find_spec("axolotl") is not None
 PLUGIN = "nopad.integrations.axolotl.NopadPlugin"
@@ -57,7 +58,8 @@ def test_axolotl_trains_with_the_losses_of_packed_trainer(tmp_path, monkeypatch)
     rows = {"path": str(tmp_path / "alpaca.jsonl"), "ds_type": "json", "type": "alpaca"}
     paths = {"base_model": str(tmp_path / "model"), "output_dir": str(tmp_path / "out"),
              "dataset_prepared_path": str(tmp_path / "prepared"), "datasets": [rows],
-             "nopad_eval_data": str(tmp_path / "examples.jsonl")}  # fmt: skip
+             "nopad_eval_data": str(tmp_path / "examples.jsonl"),
+             "nopad_eval_output": str(tmp_path / "completions.jsonl")}  # fmt: skip
     path = tmp_path / "lora.yml"
     path.write_text(yaml.safe_dump({"plugins": [PLUGIN], **SETTINGS, **paths}))
     cfg = load_cfg(str(path))
@@ -89,10 +91,26 @@ def test_axolotl_trains_with_the_losses_of_packed_trainer(tmp_path, monkeypatch)
     assert logged(trainer, "loss") == logged(ours, "loss") and len(logged(ours, "loss")) > 4
     assert logged(trainer, "eval_loss")[-1] == ours.evaluate()["eval_loss"]
     assert logged(trainer, "eval_examples") == [3, 3, 3], "at the start and after every epoch"
+    assert len((tmp_path / "completions.jsonl").read_text().splitlines()) == 9
 
 
 def logged(trainer, name: str) -> list[float]:
     return [line[name] for line in trainer.state.log_history if name in line]
+
+
+def test_completions_of_evaluations_are_written_to_the_file_of_the_settings(plugin, tmp_path):
+    write_inputs(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="nopad")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    trainer = SimpleNamespace(model=model, processing_class=tokenizer)
+    path = tmp_path / "completions.jsonl"
+    settings = sys.modules[type(plugin).__module__].NopadArgs(
+        nopad_eval_data=str(tmp_path / "examples.jsonl"), nopad_eval_output=str(path)
+    )
+    (callback,) = plugin.add_callbacks_post_trainer(settings, trainer)
+    callback.evaluations[0].run(6)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == 3 and rows[0]["step"] == 6 and {*rows[0]["scores"]} == {"exact_match"}
 
 
 def test_axolotl_s_packing_and_attention_are_replaced(plugin):
@@ -109,7 +127,8 @@ def test_axolotl_s_packing_and_attention_are_replaced(plugin):
     [({"sample_packing": False}, "sample_packing: false contradicts the nopad plugin"),
      ({"rl": "dpo"}, "rl: the nopad plugin is for supervised fine-tuning"),
      ({"pretraining_dataset": ["c4"]}, "pretraining_dataset does not apply to packs"),
-     ({"context_parallel_size": 2}, "context_parallel_size does not apply to packs")],
+     ({"context_parallel_size": 2}, "context_parallel_size does not apply to packs"),
+     ({"nopad_eval_output": "a.jsonl"}, "nopad_eval_output has no effect without nopad_eval_data")],
 )  # fmt: skip
 def test_settings_of_axolotl_without_effect_are_refused(plugin, setting, message):
     with pytest.raises(ValueError, match=f"^{message}"):

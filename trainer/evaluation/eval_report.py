@@ -54,6 +54,8 @@ class Report:
     missing: tuple[str, ...] = ()
     """Full names of metrics without a value: they failed, or the evaluation failed, ran out of time
     or was skipped."""
+    is_saved: bool = False
+    """Whether the evaluation has an `output` file."""
 
     def values(self) -> dict[str, float]:
         """Return every metric, NaN if it is missing, so that monitors never see a stale value.

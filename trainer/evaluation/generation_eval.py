@@ -13,10 +13,12 @@ from __future__ import annotations
 import difflib
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from numbers import Integral
+from pathlib import Path
 from typing import Any, Literal
 
 from ...runtime import (
@@ -32,6 +34,7 @@ from ..monitoring.throughput import ThroughputMeter
 from .completion_scores import COUNTERS, Scores, join_errors, score_completions, to_floats
 from .eval_report import Example, Report, TableRow, full_name
 from .metrics import Metric
+from .report_writer import append_completions
 from .time_budget import EvalPlan, TimeBudget, subset
 
 log = logging.getLogger(__name__)
@@ -55,6 +58,7 @@ class GenerationEval:
         deadline: float | None = None,
         max_time_share: float | None = None,
         num_samples: int = 4,
+        output: str | os.PathLike[str] | None = None,
         monitor: str | None = None,
         mode: Literal["max", "min"] = "max",
         on_error: Literal["report", "raise"] = "report",
@@ -77,6 +81,7 @@ class GenerationEval:
             max_time_share: largest fraction of the run's time; evaluations that would exceed it run
                 on fewer examples or are skipped.
             num_samples: completions shown in the table.
+            output: JSONL file to which every evaluation appends all completions that it scored.
             monitor: the metric whose best value is tracked; NaN and infinity are never the best.
             mode: whether the best value is the largest or the smallest.
             on_error: "report" an error of generation or of a metric and continue training, or
@@ -89,6 +94,7 @@ class GenerationEval:
         _check_settings(generate, metrics, every, num_samples, mode, on_error)
         if examples is not None:
             _check_examples(examples, metrics, monitor)
+        _check_output(output, examples)
         self.every, self.monitor, self.num_samples = every, monitor, num_samples
         self.best: float | None = None
         self.budget = TimeBudget(max_time_share, deadline)
@@ -96,6 +102,7 @@ class GenerationEval:
         self._examples, self._metrics = examples, dict(metrics)
         self._names = [*metrics] + [n for n in [monitor] if n is not None and n not in metrics]
         self._names_are_known = examples is not None
+        self._output = None if output is None else Path(output)
         self.name = name
         self._sign = -1.0 if mode == "min" else 1.0
         self._on_error = on_error
@@ -120,7 +127,7 @@ class GenerationEval:
         if not plan.num_examples:
             return Report(step, note=plan.note, name=self.name, missing=self._missing({}))
         with preserve_rng(), nullcontext() if meter is None else meter.paused():
-            values, rows, error = self._run_on_all_ranks(plan, model)
+            values, rows, error = self._run_on_all_ranks(step, plan, model)
         seconds = time.monotonic() - start
         finished = plan.num_examples * _finished_share(values) if values else None
         self.budget.record(finished, seconds)
@@ -146,13 +153,13 @@ class GenerationEval:
         self.best = state["best"]
 
     def _run_on_all_ranks(
-        self, plan: EvalPlan, model: Any
+        self, step: int, plan: EvalPlan, model: Any
     ) -> tuple[dict[str, float], list[TableRow], str | None]:
         """Evaluate; an error on one rank is an error on all."""
 
         def evaluate() -> tuple[dict[str, float], list[TableRow], str | None]:
             with unsharded(model), draw_stream(full_name(self.name, "")):
-                return self._evaluate(plan)
+                return self._evaluate(step, plan)
 
         try:
             return all_ranks_or_none(evaluate)[0]
@@ -162,12 +169,26 @@ class GenerationEval:
             is_own = not isinstance(error, RankError)
             return {}, [], f"{type(error).__name__}: {error}" if is_own else str(error)
 
-    def _evaluate(self, plan: EvalPlan) -> tuple[dict[str, float], list[TableRow], str | None]:
+    def _evaluate(
+        self, step: int, plan: EvalPlan
+    ) -> tuple[dict[str, float], list[TableRow], str | None]:
         scores = self._scores(plan)
         if scores.metric_errors is not None and self._on_error == "raise":
             raise ValueError(scores.metric_errors)
-        error = join_errors(scores.request_errors, scores.metric_errors)
+        error = join_errors(
+            scores.request_errors, scores.metric_errors, self._save(step, scores.rows)
+        )
         return scores.values, scores.rows[: self.num_samples], error
+
+    def _save(self, step: int, rows: list[TableRow]) -> str | None:
+        """Write all completions to the output file, if there is one; return the error."""
+        if self._output is None or rank() != 0:
+            return None
+        try:
+            append_completions(self._output, step, self.name, rows)
+        except OSError as error:
+            return f"completions are not saved to {self._output}: {error}"
+        return None
 
     def _scores(self, plan: EvalPlan) -> Scores:
         """Generate and score; without examples the harness does both."""
@@ -197,7 +218,8 @@ class GenerationEval:
         missing = self._missing(values)
         values = {**values, "seconds": seconds, "share_of_time": self.budget.time_share}
         metrics = {full_name(self.name, key): float(value) for key, value in values.items()}
-        return Report(step, metrics, rows, seconds, best, note, error, self.name, missing)
+        saved = self._output is not None
+        return Report(step, metrics, rows, seconds, best, note, error, self.name, missing, saved)
 
     def _learn_names(self, values: dict[str, float]) -> None:
         """Take the names of a harness's metrics from the first report that has any."""
@@ -271,6 +293,18 @@ def _check_examples(
             raise ValueError(f"metric name {name!r} is reserved: choose another")
     if monitor is not None and monitor not in {*metrics, *COUNTERS}:
         raise ValueError(f"monitor={monitor!r} is not a metric: there are {sorted(metrics)}")
+
+
+def _check_output(output: Any, examples: list[Example] | None) -> None:
+    """Refuse a path that cannot be a file, or that would stay empty."""
+    if output is None:
+        return
+    if not isinstance(output, str | os.PathLike):
+        raise ValueError(f"output is a {type(output).__name__}; pass the path of a JSONL file")
+    if Path(output).is_dir():
+        raise ValueError(f"output={os.fspath(output)!r} is a folder; pass the path of a JSONL file")
+    if examples is None:
+        raise ValueError(f"output={os.fspath(output)!r} needs examples: a harness returns no texts")
 
 
 def check_unique_names(evaluations: Sequence[GenerationEval]) -> tuple[GenerationEval, ...]:

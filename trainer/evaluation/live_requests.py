@@ -24,6 +24,8 @@ class LiveServer(Protocol):
     """The server that `serve` returns."""
 
     when: Literal["step", "evaluation"] | None
+    training_step: int | None
+    """The optimizer steps so far, set after every step: requests may come at any time."""
 
     def is_due(self, last: bool = False) -> bool:
         """Return whether requests wait that may run now."""

@@ -1,12 +1,16 @@
-"""Log the completions of an evaluation to TensorBoard, W&B or the console.
+"""Log the completions of an evaluation to TensorBoard, W&B, the console or a file.
 
 Loggers are recognized by their methods, so that none of them has to be installed.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -34,7 +38,7 @@ class ReportWriter:
 
         metrics: also print its metrics; off if the trainer has printed them.
         """
-        is_shown = self.console
+        is_shown = self.console or report.is_saved
         columns, data = table(report.rows)
         tag = full_name(report.name, "samples")
         for logger in loggers if report.rows else ():
@@ -50,8 +54,22 @@ class ReportWriter:
             self._has_warned = True
             log.warning(
                 "the completions of evaluations are not shown: no logger takes text or tables; "
-                "pass console=True to print them"
+                "pass console=True to print them, or GenerationEval(output='completions.jsonl') to "
+                "write them to a file (Axolotl: nopad_eval_output)"
             )
+
+
+def append_completions(path: Path, step: int, name: str, rows: Sequence[TableRow]) -> None:
+    """Append the completions of one evaluation to a file, as lines of JSON."""
+    lines = []
+    for row in rows:
+        # JSON has no NaN or infinity.
+        scores = {key: value if math.isfinite(value) else None for key, value in row.scores.items()}
+        line = {"step": step, "evaluation": name, **asdict(row), "scores": scores}
+        lines.append(f"{json.dumps(line)}\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write("".join(lines))
 
 
 def table_logger(logger: Any, inner: str) -> Any:

@@ -114,6 +114,7 @@ class AccelerateServe:
             step: number of optimizer steps so far, from 1.
             last: this was the last step: answer all that wait, and close the server.
         """
+        self.server.training_step = step
         with self.accelerator.autocast():
             answer_requests(self.server, step, self.model, self.meter, last)
         if last:

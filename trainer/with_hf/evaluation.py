@@ -173,7 +173,11 @@ class ServeCallback(TrainerCallback):
         self.trainer = trainer
         self.server = check_server(server)
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.server.training_step = state.global_step
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.server.training_step = state.global_step
         if self.server.when == "step":
             self._answer(state.global_step)
 

@@ -110,7 +110,12 @@ class ServeCallback(AfterStep):
         """Take the `server` that `serve(engine, when=…)` returned, on this rank."""
         self.server = check_server(server)
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self.server.training_step = trainer.global_step
+
     def after_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.server.training_step = trainer.global_step
         if self.server.when == "step":
             self._answer(trainer, pl_module)
 

@@ -11,8 +11,10 @@ import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
+import nopad
 import openai
 import pytest
 from nopad.inference import Engine, SamplingParams
@@ -208,6 +210,7 @@ def test_a_full_queue_answers_429(server):
         until(lambda: paused._queue.num_waiting == 2)
         refused = complete(paused)
         assert refused.status_code == 429 and refused.headers["Retry-After"] == "1"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
         paused.run_requests(7)
         assert [each.result().json()["training_step"] for each in waiting] == [7, 7]
         assert [each.result().headers["X-Training-Step"] for each in waiting] == ["7", "7"]
@@ -281,15 +284,45 @@ def test_a_request_returns_what_it_has_at_the_time_limit():
         assert paused._engine.stats.steps == 0, "a request that was refused must not run"
 
 
-def test_metrics_count_answers(server):
-    complete(server)
+def metrics(server) -> dict[str, float]:
     with client(server) as http:
         answer = http.get("/metrics")
-    lines = [line for line in answer.text.splitlines() if not line.startswith("# TYPE ")]
-    figures = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
-    assert figures['nopad_answers_total{status="200"}'] >= 1
-    assert figures["nopad_new_tokens_total"] > 0 and figures["nopad_requests_running"] == 0
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = (line for line in answer.text.splitlines() if not line.startswith("# "))
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def test_metrics_count_responses_by_route_and_status():
+    with running() as counted, client(counted) as http:
+        complete(counted), complete(counted), complete(counted, n="x")
+        http.get("/nowhere"), http.get('/"}'), http.get("/health")
+        metrics(counted)
+        figures = metrics(counted)
+    prefix = "nopad_http_responses_total"
+    assert {key: value for key, value in figures.items() if key.startswith(prefix)} == {
+        f'{prefix}{{route="/v1/completions",status="200"}}': 2,
+        f'{prefix}{{route="/v1/completions",status="400"}}': 1,
+        f'{prefix}{{route="/health",status="200"}}': 1,
+        f'{prefix}{{route="/metrics",status="200"}}': 1,
+        f'{prefix}{{route="other",status="404"}}': 2,
+    }
+    assert figures["nopad_engine_generated_tokens_total"] == 16
+    assert figures["nopad_requests_running"] == 0
+    assert "nopad_training_step" not in figures, "there is no training"
+
+
+def test_every_metric_is_explained_in_the_output_and_in_the_documentation():
+    page = (Path(nopad.__file__).parent / "docs" / "serve.md").read_text()
+    with running(when="step") as beside, client(beside) as http:
+        beside.training_step = 3
+        http.get("/health")
+        lines = http.get("/metrics").text.splitlines()
+    kinds = [line.split()[:4] for line in lines if line.startswith("# TYPE ")]
+    helped = [line.split()[2] for line in lines if line.startswith("# HELP ")]
+    assert [name for _, _, name, _ in kinds] == helped and len(helped) == 9
+    assert {line.split("{")[0].split()[0] for line in lines if line[0] != "#"} == {*helped}
+    for _, _, name, kind in kinds:
+        assert (kind == "counter") == name.endswith("_total") and f"`{name}" in page, name
 
 
 def test_prompts_and_tokens_are_not_logged(server, caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import sys
@@ -43,6 +44,41 @@ def test_what_failed_came_late_or_was_cut_off_is_counted():
     names = ("exact", "examples", "failed", "timed_out", "truncated")
     assert [report.metrics[f"eval/{k}"] for k in names] == [1.0, 2, 1, 1, 1]
     assert report.error == "example 1: too long"
+
+
+def test_all_completions_of_every_evaluation_are_appended_to_a_file(tmp_path):
+    path = tmp_path / "new" / "completions.jsonl"
+
+    def two(prompts, params, deadline):
+        return [
+            Done("a", others=(Done("\ud800"),)),
+            Done("", "too long", "error"),
+            *map(Done, "cd"),
+        ]
+
+    def length(text, reference):
+        return math.nan if text == "c" else len(text)
+
+    metrics = {"exact": equal, "length": length}
+    made = GenerationEval(two, EXAMPLES, metrics, num_samples=1, name="two", output=path)
+    assert len(made.run(5).rows) == 1 and made.run(10).error == "example 1: too long"
+    GenerationEval(echo, EXAMPLES[:1], output=str(path)).run(15)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [5] * 4 + [10] * 4 + [15]
+    assert [row | {"step": 5} for row in rows[4:8]] == rows[:4]
+    assert [row["completion"] for row in rows[:4]] == ["a", "\ud800", "c", "d"]
+    assert rows[2] == {
+        "step": 5, "evaluation": "two", "prompt": "c", "completion": "c", "reference": "c",
+        "scores": {"exact": 1.0, "length": None},
+    }  # fmt: skip
+
+
+def test_a_file_that_cannot_be_written_costs_no_metric(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    made = GenerationEval(echo, EXAMPLES, {"exact": equal}, output=tmp_path / "file" / "a.jsonl")
+    report = made.run(1)
+    assert report.metrics["eval/exact"] == 0.75
+    assert "a.jsonl" in report.error and "completions are not saved" in caplog.text
 
 
 def test_an_error_is_reported_or_raised_as_asked(caplog):
@@ -253,6 +289,9 @@ def test_settings_that_cannot_be_meant_are_refused(wrong):
         (object(), {}, "generate is a object"),
         (echo, {"examples": [("2+2=", "4")]}, "example 0 is a tuple"),
         (echo, {"examples": []}, "empty"),
+        (echo, {"output": "."}, r"output='\.' is a folder; pass the path of a JSONL file"),
+        (echo, {"output": True}, "output is a bool; pass the path of a JSONL file"),
+        (echo, {"output": "a.jsonl", "examples": None}, "output='a.jsonl' needs examples"),
         (echo, {"metrics": {"exact": 0.5}}, "metric 'exact' is a float"),
         (echo, {"metrics": equal}, "metrics is a function; pass a dict of functions by name"),
         (echo, {"metrics": {"seconds": equal}}, "metric name 'seconds' is reserved"),

@@ -90,6 +90,31 @@ def test_training_with_live_requests_is_bitwise_training_without(trainer, tmp_pa
     assert {answer.status_code for answer in answers} <= {200, 503}
 
 
+@pytest.mark.parametrize("when", ["step", "evaluation"])
+@pytest.mark.parametrize("trainer", untouched.TRAINERS)
+def test_the_server_names_the_training_step_without_any_request(trainer, when, tmp_path):
+    seen: list[int | None] = []
+
+    def watched(live):
+        server = serve(Engine(live, FakeTokenizer()), port=0, token="t", when=when)
+        http = httpx.Client(base_url=server.url, headers={"Authorization": "Bearer t"})
+
+        def look(*_) -> None:
+            step = http.get("../health").json()["training_step"]
+            assert http.get("models").json()["data"][0]["training_step"] == step
+            gauge = [] if step is None else [f"nopad_training_step {step}"]
+            lines = http.get("../metrics").text.splitlines()
+            assert [line for line in lines if line.startswith("nopad_training_step ")] == gauge
+            seen.append(step)
+
+        live.register_forward_pre_hook(look)
+        return server
+
+    train(trainer, watched, tmp_path)
+    steps = [step for step in dict.fromkeys(seen) if step is not None]
+    assert steps == [*range(trainer == "accelerate", STEPS)], "a loop of one's own has no step 0"
+
+
 def test_requests_wait_for_an_evaluation_if_the_server_says_so(tmp_path):
     from nopad.trainer.with_hf import ServeCallback
 

@@ -34,6 +34,12 @@ def test_samples_that_nobody_takes_are_told_of_once(caplog):
     for _ in range(2):
         writer.write(Report(3, rows=[TableRow("a", "b", "c")]), [None, object()])
     assert caplog.text.count("are not shown") == 1
+    assert "GenerationEval(output=" in caplog.text and "nopad_eval_output" in caplog.text
+
+
+def test_samples_that_are_in_a_file_need_no_logger(caplog):
+    ReportWriter().write(Report(3, rows=[TableRow("a", "b", "c")], is_saved=True), [])
+    assert caplog.text == ""
 
 
 def test_tables_of_other_arguments_inside_a_logger_are_left_alone():
