@@ -178,6 +178,7 @@ def _other_head(name: str, tiny: bool) -> Callable[[], int] | None:
         return partial(report_images, name, sees_images, None if is_tiny else path)
     if kind is None:
         return None
+    is_tiny |= config.is_encoder_decoder  # refused, whatever its weights
     return partial(report_head, name, kind, config, None if is_tiny else path)
 
 
