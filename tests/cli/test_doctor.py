@@ -365,8 +365,21 @@ def test_a_backend_that_runs_everywhere_and_did_not_is_status_one(capsys, monkey
 
 
 def test_parity_of_a_refused_model_is_not_tried(capsys):
-    assert main(["qwen3_next", "--parity"]) == 2
+    assert main(["bloom", "--parity"]) == 2
     assert "refused" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "mamba"])
+def test_parity_of_a_model_with_a_state_is_that_of_its_training_on_packs(kind, capsys, monkeypatch):
+    monkeypatch.setattr(doctor_parity, "PROMPT_LENGTHS", (5, 7))
+    monkeypatch.setattr(doctor_parity, "MAX_TOKENS", 2)
+    assert main([kind, "--parity"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    compared = [line[:2] for line in lines if line and line[0] in ("float32", "bfloat16")]
+    assert ["float32", "sdpa"] in compared and ["bfloat16", "sdpa"] in compared
+    assert kind != "mamba" or len(compared) == 2, "without attention, backends do not differ"
+    monkeypatch.setattr(doctor_parity, "attach_loss", lambda model: None)
+    assert main([kind, "--parity"]) == 1, "without it, states continue through the pack"
 
 
 @pytest.mark.parametrize("name", ["no/such/model", "missing.json"])
