@@ -15,8 +15,9 @@ have; the last line names kinds that are missing.
 Encoders are checked as masked LMs, checkpoints of classifiers with their head, and checkpoints of
 vision-language models with images.
 Exit status: 0 if every implementation that ran is isolated, 1 if one leaks or is wrong in your
-own loop or in the Engine, 2 if nothing could be checked because the model cannot be loaded or
-built, or no implementation runs it here.
+own loop or in the Engine, 2 if nothing could be checked because the model is refused, cannot be
+loaded or built, or no implementation runs it here. With status 1, nopad's trainers may still be
+right: see their line.
 
 --distributed needs no model: in under a minute, packs, resume, losses and gradients of DDP, FSDP2,
 sequence and tensor parallelism, and generation are compared across the ranks that a launcher starts
@@ -142,7 +143,7 @@ def _report_parity(name: str, model: Any, lacks: list[str]) -> int:
     from .doctor_isolation import not_examined
     from .doctor_parity import measure, report
 
-    reason = unsupported_reason(model)
+    reason = unsupported_reason(model, states=True)
     if reason is not None:
         print(printable(f"{name}: refused: {reason}"))
         return 2
@@ -178,6 +179,7 @@ def _other_head(name: str, tiny: bool) -> Callable[[], int] | None:
         return partial(report_images, name, sees_images, None if is_tiny else path)
     if kind is None:
         return None
+    is_tiny |= config.is_encoder_decoder  # refused, whatever its weights
     return partial(report_head, name, kind, config, None if is_tiny else path)
 
 

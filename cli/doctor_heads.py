@@ -48,12 +48,17 @@ class HeadReport:
 
 
 def head_class(config: Any) -> Any:
-    """Return the class of a model that is not a causal LM, by its config; None if it is one."""
+    """Return the class of a model that is not a causal LM, by its config; None if it is one.
+
+    Encoder-decoders have one too, which is refused as by the trainers.
+    """
     import transformers
 
     named = (config.architectures or [""])[0]
     if named.endswith(("ForSequenceClassification", "ForTokenClassification")):
         return getattr(transformers, named, None)
+    if config.is_encoder_decoder and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING.get(type(config), None)
     text = config.get_text_config()
     if named.endswith("ForCausalLM") or not is_encoder(text):
         return None

@@ -12,14 +12,16 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.text import Text
 
 from ..attention.backends import PAGED_BACKENDS
-from ..attention.hf import random_documents, sequence_limit
+from ..attention.hf import attention_layers, declared_state, random_documents, sequence_limit
 from ..inference import Engine, LogprobParity, batch_invariant, compare_logprobs
+from ..trainer.loss import attach_loss
 from .terminal import printable, table
 
 if TYPE_CHECKING:
@@ -54,14 +56,17 @@ class Row:
 def measure(model: Any) -> Iterator[Row]:
     """Compare under every dtype and backend; this casts the model."""
     model.set_attn_implementation("nopad")
+    if declared_state(model) is not None:
+        attach_loss(model)  # as in training, states start at zero in every document
     limit = sequence_limit(model.config.get_text_config())
     half = max(PROMPT_LENGTHS) if limit is None else limit.length // 2  # for prompt and answer each
     lengths = [min(length, half) for length in PROMPT_LENGTHS]
     prompts = [document[0].tolist() for document in random_documents(model, lengths)]
+    backends = PAGED_BACKENDS if attention_layers(model) else ("sdpa",)
     for dtype in DTYPES:
         model.to(dtype)
         name = str(dtype).removeprefix("torch.")
-        for backend in PAGED_BACKENDS:
+        for backend in backends:
             yield _row(model, prompts, name, backend)
         yield _row(model, prompts, name, "sdpa", invariant_to=max(PROMPT_LENGTHS) + MAX_TOKENS)
 
@@ -78,7 +83,7 @@ def _row(
             parity = compare_logprobs(model, engine, prompts, max_tokens, backend=backend)
     except Exception as error:  # kernel libraries raise many types
         note = str(error).strip().splitlines() or [type(error).__name__]
-        return Row(dtype, label, None, note=note[0].split("this call: ")[-1][:100])
+        return Row(dtype, label, None, note=shorten(note[0].split("this call: ")[-1], 100))
     return Row(dtype, label, parity, time.perf_counter() - began)
 
 

@@ -7,13 +7,18 @@
 Shows the lengths of the samples, the share of tokens in the loss and of every role, samples without
 labels and duplicates, the fill of packs for several budgets, the waste of padding, a map of the
 first packs, and the first pack as text, in which tokens that count for the loss are coloured (or
-[[in brackets]] without colour). --html writes all of it as one page. Samples are counted from 0.
+[[in brackets]] without colour). --html writes all of it as one page, --json the figures and the
+skipped rows. Samples of rows are named by file and line, ready tokens by their number from 0.
+Exit status: 0 if the data was inspected, also if --on-error skip skipped rows (see --json); 2 if it
+cannot be read or, without that option, has a row that cannot be used.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import math
+from collections import deque
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +32,7 @@ from .options import (
     data_kwargs,
     length_kwargs,
     parser,
+    positive,
     writable_path,
 )
 from .terminal import console, has_color, printable, progress, table
@@ -37,15 +43,14 @@ if TYPE_CHECKING:
 
     from ..packing import Pack
     from ..packing.encoding import SkippedRows
-    from .data_report import BudgetRow, Composition, DataReport, Span
+    from ..packing.sources import RowError
+    from .data_report import BudgetRow, Composition, DataReport, RowSamples, Span
 
 EMPTY = "the data is empty"
 MAX_LENGTHS = 1 << 24
 """Samples to inspect at most, if their lengths are known."""
 MAX_STREAM_PACKS = 256
-"""Packs of tokens to read of a stream, to measure its first samples."""
-MAX_SAMPLES, MAX_CHATS = 1 << 17, 512
-"""Samples to read for labels and duplicates, and chats to split into roles, at most."""
+"""Packs of tokens to examine of large data, unless --samples says how many samples."""
 TERMINAL_CHARS, PAGE_CHARS = 160, 1200
 """Characters to show of a span of text."""
 FATES = {"split": "split", "truncate": "truncated", "drop": "dropped", "error": "refused"}
@@ -76,14 +81,26 @@ def main(argv: list[str]) -> int:
 def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
     import numpy as np
 
-    from .data_report import Composition, extreme_lines
+    from .data_report import (
+        EXTREMES,
+        MAX_LOCATIONS,
+        Composition,
+        RowSamples,
+        role_line,
+        sample_figures,
+        sample_lines,
+        write_html,
+        write_json,
+    )
 
-    composition = Composition()
+    composition, rows = Composition(), RowSamples()
     with progress("tokenizing") as advance:
         data, sources = _open(args, tokenizer, advance)
-        by_source, total = measure_lengths(data, data.skipped, composition)
+        if data.lengths is None:
+            by_source, total = stream_lengths(data, composition, rows, args.samples)
+        else:
+            by_source, total = stored_lengths(data, sources, composition, rows, args.samples)
         lengths = np.concatenate(by_source)
-        roles = _role_lines(data.encoder, sources)
         packs = list(islice(data, max(args.packs, args.decode))) if len(lengths) else []
     skipped = data.skipped
     reason = printable(as_cli_message(skipped.reasons[0])) if skipped.rows else ""
@@ -92,19 +109,35 @@ def _inspect(args: argparse.Namespace, tokenizer: Any) -> int:
     notes = _corpus_notes(args, data)
     notes += [f"{skipped.rows:,} rows skipped; the first: {reason}"] if reason else []
     limit, fate = args.max_length or args.budget, FATES[args.overflow]
-    facts = [composition.line(total), *extreme_lines(lengths, limit, fate)]
-    facts += [*roles, *_source_lines(args.sources, data, by_source)]
+    max_locations = EXTREMES if args.json is None else MAX_LOCATIONS
+    empty = [sample for sample in rows.empty_answers if sample < composition.samples]
+    figures = sample_figures(composition, empty, lengths, limit, rows.locate, max_locations)
+    roles = _roles(data.encoder.tokenizer, rows, lengths)
+    facts = [printable(line) for line in sample_lines(figures, total, fate)]
+    facts += [role_line(roles)] if roles else []
+    facts += _source_lines(args.sources, data, by_source)
     report = _report(args, tokenizer, lengths, total, (notes, facts), packs)
-    from .data_report import write_html
-
+    if args.json:
+        counts = {"all_samples": total, "length": _length_figures(lengths)}
+        last = {"tokens_by_role": roles, "skipped": _skipped(skipped, rows.errors)}
+        write_json(args.json, report, {**counts, **figures, **last})
     if args.html:
         write_html(args.html, report)
     _print(report)  # last: its reader may close the pipe
     for pack in packs[: args.decode]:
         _print_pack(pack, tokenizer)
-    if args.html:
-        console().print(f"\nreport: {printable(args.html)}", soft_wrap=True)
+    if args.html or args.json:
+        names = ", ".join(printable(path) for path in (args.html, args.json) if path)
+        console().print(f"\nreport: {names}", soft_wrap=True)
     return 0
+
+
+def _skipped(skipped: SkippedRows, errors: list[RowError]) -> dict[str, Any]:
+    """Return the skipped rows: all if they are of rows, the first if of ready tokens."""
+    pairs = [(str(error.location), error.reason) for error in errors]
+    pairs = pairs or [tuple(reason.split(": ", 1)) for reason in skipped.reasons]
+    rows = [{"location": location, "reason": as_cli_message(why)} for location, why in pairs]
+    return {"count": skipped.rows, "rows": rows}
 
 
 def _corpus_notes(args: argparse.Namespace, data: Any) -> list[str]:
@@ -193,100 +226,96 @@ def _parse_args(argv: list[str]) -> argparse.Namespace:
     add_data_options(add)
     add_length_options(add, budget=8192, overflow="split")
     add("--seed", type=int, default=0, help="seed of the order")
+    add("--samples", type=positive,
+        help="samples to examine for labels and duplicates, of a source that is streamed also for "
+        "lengths; default: all of small data, the first of large data")  # fmt: skip
     add("--packs", type=count, default=12, help="packs on the map")
     add("--decode", type=count, default=1, help="packs to show as text")
     add("--verify", action="store_true",
         help="compare a folder of tokens with its checksums")  # fmt: skip
     add("--html", type=writable_path, help="also write a report to this HTML file")
+    add("--json", type=writable_path,
+        help="also write the figures and the skipped rows to this JSON file")  # fmt: skip
     return command.parse_args(argv)
 
 
-def measure_lengths(
-    data: Any, skipped: SkippedRows, composition: Composition
-) -> tuple[list[np.ndarray], int | None]:
-    """Return the lengths of each source's first samples, and the samples; None if unknown.
+def stored_lengths(
+    data: Any,
+    sources: list[Any],
+    composition: Composition,
+    rows: RowSamples,
+    max_samples: int | None,
+) -> tuple[list[np.ndarray], int]:
+    """Return the lengths of each source's samples, whose tokens are stored, and their number.
 
-    skipped: counts the rows of a stream that cannot be used.
-    composition: counts the first samples.
+    max_samples: samples to examine; None: all that were encoded here, the first ready ones.
     """
     import numpy as np
 
-    if data.lengths is not None:
-        return _stored_lengths(data, composition)
-    sources = data.stream_settings.sources
-    lengths, is_all = [], True
-    for source in sources:
-        rows = source.read(0, 1)
-        tokens = MAX_STREAM_PACKS * data.stream_settings.budget // len(sources)
-        read = list(_stream_lengths(data, rows, tokens, skipped, composition))
-        lengths.append(np.array(read, np.int64))
-        is_all &= next(rows, None) is None
-    return lengths, sum(map(len, lengths)) if is_all else None
-
-
-def _stored_lengths(data: Any, composition: Composition) -> tuple[list[np.ndarray], int]:
-    """Count samples whose tokens are stored."""
-    import numpy as np
+    from ..packing.sources import RowSource
 
     store = data.reader.store
-    tokens = 0
-    for document in range(min(len(store), MAX_SAMPLES)):
+    was_read = all(isinstance(source, RowSource) for source in sources)
+    max_tokens = math.inf
+    if max_samples is None and not was_read:
+        max_tokens = MAX_STREAM_PACKS * data.settings["budget"]
+    for document in range(min(len(store), max_samples or len(store))):
+        if composition.tokens >= max_tokens:
+            break
         array, where = store.locate(document)
         composition.add(np.asarray(array.flat[where]), array.labels_of(where))
-        tokens += where.stop - where.start
-        if tokens >= MAX_STREAM_PACKS * data.settings["budget"]:
-            break
     lengths = np.asarray(data.lengths[:MAX_LENGTHS], np.int64)
     bounds = store.source_bounds(max(array.source for array in store.arrays) + 1)
+    for number, source in enumerate(sources):
+        rows.count = int(bounds[number])
+        if not isinstance(source, RowSource):
+            continue
+        if data.skipped.rows:  # encoded again: a store does not tell which rows it lacks
+            deque(rows.encode(source.source.read(0, 1), data.encoder), maxlen=0)
+        else:
+            rows.add_all(source.source.read(0, 1), data.encoder)
     return np.split(lengths, bounds[1:-1]), len(data.lengths)
 
 
-def _stream_lengths(
-    data: Any, rows: Any, max_tokens: int, skipped: SkippedRows, composition: Composition
-) -> Iterator[int]:
-    """Encode the first rows of a stream; yield the lengths of their samples."""
-    from ..packing.encoding import ENCODE_BATCH, encode_rows, raise_or_skip
+def stream_lengths(
+    data: Any, composition: Composition, rows: RowSamples, max_samples: int | None
+) -> tuple[list[np.ndarray], int | None]:
+    """Return the lengths of each stream's first samples, and the samples; None if unknown.
 
-    stream, tokens = data.stream_settings, 0
-    counted = skipped if stream.skips_errors else None
-    while tokens < max_tokens and (batch := list(islice(rows, ENCODE_BATCH))):
-        for sample in raise_or_skip(encode_rows(batch, stream.encoder), counted):
+    max_samples: samples to examine of each source.
+    """
+    import numpy as np
+
+    from ..packing.encoding import raise_or_skip
+
+    stream = data.stream_settings
+    skipped = data.skipped if stream.skips_errors else None
+    max_tokens = math.inf
+    if max_samples is None:
+        max_tokens = MAX_STREAM_PACKS * stream.budget // len(stream.sources)
+    lengths, is_all = [], True
+    for source in stream.sources:
+        read, tokens = [], 0
+        samples = raise_or_skip(rows.encode(source.read(0, 1), stream.encoder), skipped)
+        for sample in islice(samples, max_samples):
             composition.add(sample.tokens, sample.labels)
+            read.append(len(sample))
             tokens += len(sample)
-            yield len(sample)
+            if tokens >= max_tokens:
+                break
+        lengths.append(np.array(read, np.int64))
+        is_all &= next(samples, None) is None
+    return lengths, sum(map(len, lengths)) if is_all else None
 
 
-def _role_lines(encoder: Any, sources: list[Any]) -> list[str]:
-    """Describe the roles of the first chats."""
-    from ..packing.sources import RowSource
-    from .data_report import role_line
+def _roles(tokenizer: Any, rows: RowSamples, lengths: np.ndarray) -> dict[str, Any]:
+    """Return the shares of the tokens of the first chats by role."""
+    from .data_report import role_figures
 
-    tokenizer = encoder.tokenizer
     if not hasattr(tokenizer, "apply_chat_template"):
-        return []
-    rows = (row for each in sources if isinstance(each, RowSource) for row in _first_rows(each))
-    line = role_line(
-        _chats(encoder, rows), lambda text: tokenizer.encode(text, add_special_tokens=False)
-    )
-    return [] if line is None else [line]
-
-
-def _first_rows(source: Any) -> Iterator[Any]:
-    for row in islice(source.read(0, 1), MAX_CHATS):
-        if not isinstance(row.value, ValueError):
-            yield row.value
-
-
-def _chats(encoder: Any, rows: Iterator[Any]) -> Iterator[tuple[Any, int]]:
-    """Yield the messages of rows that are chats, and their tokens."""
-    from ..packing import Sample
-
-    for row in rows:
-        (sample,) = encoder.encode([row])
-        if isinstance(sample, Sample):  # others were counted as skipped
-            row = row if encoder.format is None else encoder.format(row)
-            if isinstance(row, dict) and isinstance(row.get("messages"), list | tuple):
-                yield row["messages"], len(sample)
+        return {}
+    chats = [(messages, int(lengths[i])) for messages, i in rows.chats if i < len(lengths)]
+    return role_figures(chats, lambda text: tokenizer.encode(text, add_special_tokens=False))
 
 
 def _source_lines(
@@ -342,15 +371,17 @@ def _report(
 
 
 def _summary(lengths: np.ndarray, total: int | None) -> str:
+    length = ", ".join(f"{name} {value}" for name, value in _length_figures(lengths).items())
+    first = "" if total == len(lengths) else "the first "
+    of = f" of {total:,}" if first and total is not None else ""
+    return f"{first}{len(lengths):,}{of} samples, {lengths.sum():,} tokens; length: {length}"
+
+
+def _length_figures(lengths: np.ndarray) -> dict[str, int]:
     import numpy as np
 
     median, p99 = np.percentile(lengths, [50, 99]).astype(int).tolist()
-    first = "" if total == len(lengths) else "the first "
-    of = f" of {total:,}" if first and total is not None else ""
-    return (
-        f"{first}{len(lengths):,}{of} samples, {lengths.sum():,} tokens; "
-        f"length: median {median}, p99 {p99}, max {lengths.max()}"
-    )
+    return {"median": median, "p99": p99, "max": int(lengths.max())}
 
 
 def _too_long(max_length: int | None, overflow: str) -> str:

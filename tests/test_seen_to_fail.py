@@ -1666,6 +1666,43 @@ FAULTS = {
         "weighted_sources = lambda names: [\n"
         "    (name, weight and 1.0) for name, weight in right(names)]",
     ),
+    "the doctor builds any type as a causal LM": (
+        "cli/test_doctor.py::"
+        "test_an_encoder_decoder_is_refused_with_the_sentence_of_the_trainers",
+        "nopad.cli.doctor_heads",
+        "head_class = lambda config: None",
+    ),
+    "the doctor compares states that continue through packs": (
+        "cli/test_doctor.py::"
+        "test_parity_of_a_model_with_a_state_is_that_of_its_training_on_packs[lfm2]",
+        "nopad.cli.doctor_parity", "attach_loss = lambda model: None",
+    ),
+    "skipped rows are numbered as samples": (
+        "cli/test_inspect_data.py::test_json_has_the_printed_figures_and_every_skipped_row",
+        "nopad.cli.data_report.row_samples",
+        "def encode(self, rows, encoder):\n"
+        "    rows = list(rows)\n"
+        "    yield from encode_rows(rows, encoder)\n"
+        "    self.add_all(iter(rows), encoder)\n"
+        "RowSamples.encode = encode",
+    ),
+    "some packs of small data are examined": (
+        "cli/test_inspect_data.py::"
+        "test_every_sample_of_small_data_is_examined_and_of_ready_tokens_as_many_as_asked",
+        "nopad.cli.inspect_data",
+        "right = stored_lengths\n"
+        "stored_lengths = lambda data, sources, composition, rows, most: right(\n"
+        "    data, sources, composition, rows, most or 4)",
+    ),
+    "each source numbers its samples from 0": (
+        "cli/test_inspect_data.py::test_samples_of_a_mixture_have_the_lines_of_their_files",
+        "nopad.cli.data_report.row_samples",
+        "right = RowSamples.add_all\n"
+        "def add_all(self, rows, encoder):\n"
+        "    self.count = 0\n"
+        "    right(self, rows, encoder)\n"
+        "RowSamples.add_all = add_all",
+    ),
     "a state of the request before is not reset": (
         "inference/test_stateful_models.py::"
         "test_chunks_of_a_prompt_continue_its_state_in_rows_used_before[lfm2]",

@@ -1,7 +1,7 @@
 """Transformers: `attn_implementation="nopad"`, which models are supported, and self-checks."""
 
 from .call_check import check_lengths
-from .call_log import check_every_layer, is_recording, record_call
+from .call_log import attention_layers, check_every_layer, is_recording, record_call
 from .document_states import (
     convolve_by_document,
     decoder_layers,
@@ -70,6 +70,7 @@ __all__ = [
     "SequenceLimit",
     "StatePool",
     "StatefulModule",
+    "attention_layers",
     "check_default_cache",
     "check_every_layer",
     "check_lengths",

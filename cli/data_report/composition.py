@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -14,6 +14,8 @@ from ...packing import IGNORE_INDEX
 
 EXTREMES = 3
 """Samples to name of each kind."""
+MAX_LOCATIONS = 1000
+"""Samples to name of each kind in JSON: to number a line, the file before it is read."""
 
 
 @dataclass(slots=True)
@@ -50,48 +52,88 @@ class Composition:
         self.samples, self.tokens = self.samples + 1, self.tokens + len(tokens)
         self.loss_tokens += num_labels
 
-    def line(self, total: int | None) -> str:
-        """Describe the samples. total: how many there are; None if that is unknown."""
-        first = "" if self.samples == total else f"the first {self.samples:,} samples: "
-        parts = [
-            f"in the loss: {self.loss_tokens / max(1, self.tokens):.1%} of the tokens",
-            named_count("without labels", self.unlabelled),
-            named_count("duplicates", self.repeated),
-        ]
-        return first + "; ".join(parts)
 
+def sample_figures(
+    composition: Composition,
+    empty_answers: list[int],
+    lengths: np.ndarray,
+    limit: int,
+    locate: Callable[[int], str],
+    max_locations: int = EXTREMES,
+) -> dict[str, Any]:
+    """Return what the samples consist of, and where those with a defect or an extreme length are.
 
-def extreme_lines(lengths: np.ndarray, limit: int, too_long: str) -> list[str]:
-    """Name the longest and shortest samples, and the first that are longer than `limit`.
-
-    too_long: what happens to these.
-
-    >>> extreme_lines(np.array([4, 9, 2, 7]), 8, "split")[0]
-    'longest: 9, 7, 4 tokens (samples 1, 3, 0); split: 1 (samples 1)'
+    empty_answers: samples with an empty turn of the assistant.
+    limit: a longer sample is too long.
+    locate: returns the location of a sample, by its number.
     """
+
+    def found(samples: Sequence[int]) -> dict[str, Any]:
+        return {"count": len(samples), "locations": list(map(locate, samples[:max_locations]))}
+
+    def extremes(samples: np.ndarray) -> list[dict[str, Any]]:
+        first = samples[:EXTREMES].tolist()
+        return [{"tokens": int(lengths[i]), "location": locate(i)} for i in first]
+
     order = np.argsort(lengths, kind="stable")
-    longest, shortest = (
-        f"{name}: {', '.join(f'{n:,}' for n in lengths[samples].tolist())} tokens "
-        f"(samples {', '.join(map(str, samples.tolist()))})"
-        for name, samples in (("longest", order[::-1]), ("shortest", order))
-        for samples in [samples[:EXTREMES]]
-    )
-    cut = named_count(too_long, np.flatnonzero(lengths > limit).tolist())
-    return [f"{longest}; {cut}", shortest]
+    return {
+        "examined_samples": composition.samples,
+        "in_the_loss": composition.loss_tokens / max(1, composition.tokens),
+        "without_labels": found(composition.unlabelled),
+        "duplicates": found(composition.repeated),
+        "empty_answers": found(empty_answers),
+        "longest": extremes(order[::-1]),
+        "shortest": extremes(order),
+        "too_long": found(np.flatnonzero(lengths > limit).tolist()),
+    }
 
 
-def named_count(name: str, samples: Sequence[int]) -> str:
-    """Return the number of some samples, and the first of them.
+def sample_lines(figures: dict[str, Any], total: int | None, fate: str) -> list[str]:
+    """Describe the samples in lines.
 
-    >>> named_count("duplicates", [4, 7, 8, 9])
-    'duplicates: 4 (samples 4, 7, 8, ...)'
+    figures: those of `sample_figures`.
+    total: how many samples there are; None if that is unknown.
+    fate: what happens to samples that are too long.
     """
-    first = ", ".join(map(str, samples[:EXTREMES])) + ", ..." * (len(samples) > EXTREMES)
-    return f"{name}: {len(samples):,}" + (f" (samples {first})" if samples else "")
+    examined = figures["examined_samples"]
+    kinds = ["without_labels", "duplicates"]
+    kinds += ["empty_answers"] if figures["empty_answers"]["count"] else []
+    parts = [f"in the loss: {figures['in_the_loss']:.1%} of the tokens"]
+    parts += [_count_line(kind.replace("_", " "), figures[kind]) for kind in kinds]
+    longest, shortest = (_extreme_line(name, figures[name]) for name in ("longest", "shortest"))
+    return [
+        ("" if examined == total else f"the first {examined:,} samples: ") + "; ".join(parts),
+        f"{longest}; {_count_line(fate, figures['too_long'])}",
+        shortest,
+    ]
 
 
-def role_line(chats: Iterable[tuple[Sequence[Any], int]], encode: Any) -> str | None:
-    """Return the shares of the tokens of chats by role; None without chats.
+def _count_line(name: str, found: dict[str, Any]) -> str:
+    count, first = found["count"], found["locations"][:EXTREMES]
+    if not count:
+        return f"{name}: 0"
+    return f"{name}: {count:,} ({join_locations(first)}{', ...' if count > len(first) else ''})"
+
+
+def _extreme_line(name: str, found: list[dict[str, Any]]) -> str:
+    tokens = ", ".join(f"{each['tokens']:,}" for each in found)
+    return f"{name}: {tokens} tokens ({join_locations([each['location'] for each in found])})"
+
+
+def join_locations(locations: Sequence[str]) -> str:
+    """Join locations; those of one file name it once.
+
+    >>> join_locations(["a.jsonl, line 4", "a.jsonl, line 7"]), join_locations(["sample 3"])
+    ('a.jsonl, lines 4, 7', 'sample 3')
+    """
+    files, numbers = zip(*(each.rpartition(" ")[::2] for each in locations), strict=True)
+    if len(locations) == 1 or len(set(files)) > 1:
+        return "; ".join(locations)
+    return f"{files[0]}s {', '.join(numbers)}"
+
+
+def role_figures(chats: Iterable[tuple[Sequence[Any], int]], encode: Any) -> dict[str, Any]:
+    """Return the number of chats, and the shares of their tokens by role; nothing without chats.
 
     The rest are the tokens of the template, of tool calls and of content that is not text.
 
@@ -99,8 +141,8 @@ def role_line(chats: Iterable[tuple[Sequence[Any], int]], encode: Any) -> str | 
     encode: tokenizes a text.
 
     >>> messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
-    >>> role_line([(messages, 4)], list)
-    'tokens by role in 1 chats: user 50.0%, assistant 25.0%, template 25.0%'
+    >>> role_figures([(messages, 4)], list)
+    {'chats': 1, 'shares': {'user': 0.5, 'assistant': 0.25, 'template': 0.25}}
     """
     roles: Counter[str] = Counter()
     num_chats = total = 0
@@ -110,7 +152,12 @@ def role_line(chats: Iterable[tuple[Sequence[Any], int]], encode: Any) -> str | 
             content = message.get("content")
             roles[message["role"]] += len(encode(content)) if isinstance(content, str) else 0
     if not num_chats:
-        return None
-    shares = {**dict(roles.most_common()), "template": max(0, total - sum(roles.values()))}
-    text = ", ".join(f"{role} {tokens / max(1, total):.1%}" for role, tokens in shares.items())
-    return f"tokens by role in {num_chats:,} chats: {text}"
+        return {}
+    counts = {**dict(roles.most_common()), "template": max(0, total - sum(roles.values()))}
+    return {"chats": num_chats, "shares": {r: n / max(1, total) for r, n in counts.items()}}
+
+
+def role_line(figures: dict[str, Any]) -> str:
+    """Describe the figures of `role_figures`."""
+    text = ", ".join(f"{role} {share:.1%}" for role, share in figures["shares"].items())
+    return f"tokens by role in {figures['chats']:,} chats: {text}"

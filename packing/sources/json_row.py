@@ -11,6 +11,7 @@ from typing import Any
 
 DEPTH_LIMIT = 64
 ONE_PER_LINE = "write one entry of the list per line"
+ENDS_EARLY = "the line ends before the value: it is truncated, or the value has several lines"
 
 
 def parse_row(line: bytes | ValueError) -> Any:
@@ -23,14 +24,18 @@ def parse_row(line: bytes | ValueError) -> Any:
         return line
     try:
         # Some editors write a byte order mark; the utf-8-sig codec would cost 5 µs per line.
-        row = _DECODER.decode(line.removeprefix(BOM_UTF8).decode("utf-8"))
+        row = _DECODER.decode(line.removeprefix(BOM_UTF8).decode("utf-8").rstrip())
     except RecursionError:
         return ValueError(f"JSON is nested deeper than {DEPTH_LIMIT}")
     except UnicodeDecodeError as error:
         return ValueError(f"the line is not UTF-8: {error.reason} at byte {error.start}")
-    except ValueError as error:
-        hint = f"; {ONE_PER_LINE}" if line.strip() == b"[" else ""
+    except json.JSONDecodeError as error:
+        ends_early = error.pos == len(error.doc) or error.msg.startswith("Unterminated string")
+        hint = f"; {ENDS_EARLY}" if ends_early else ""
+        hint = f"; {ONE_PER_LINE}" if line.strip() == b"[" else hint
         return ValueError(f"not JSON: {error}{hint}")
+    except ValueError as error:
+        return ValueError(f"not JSON: {error}")
     if isinstance(row, list) and row and isinstance(row[0], dict | str):
         return ValueError(f"the line is a list of {len(row)} entries; {ONE_PER_LINE}")
     if line.count(b"[") + line.count(b"{") > DEPTH_LIMIT and _depth(row) > DEPTH_LIMIT:

@@ -24,7 +24,7 @@ from nopad.packing import PackedDataset
 from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring import check_run
 from odd_models import odd_model
-from transformers import AutoModelForCausalLM, BertForMaskedLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BertForMaskedLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
@@ -166,6 +166,19 @@ def test_the_tiny_config_of_gpt_neo_keeps_its_kinds_of_attention():
     assert tiny_config(CONFIG_MAPPING["gpt_neo"](), layers=3).num_layers == 3
     local = CONFIG_MAPPING["gpt_neo"](attention_types=[[["local"], 4]], num_layers=4)
     assert tiny_config(local).attention_layers == ["local", "local"]
+
+
+def test_an_encoder_decoder_is_refused_with_the_sentence_of_the_trainers(tmp_path, capsys):
+    config = CONFIG_MAPPING["t5"](vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1)
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError) as refused:
+        attach_loss(model)
+    for name in ("t5", str(tmp_path)):
+        assert main([name]) == 2
+        told = capsys.readouterr()
+        assert told.out.endswith(f"T5ForConditionalGeneration: refused: {refused.value}\n")
+        assert told.out.count("\n") == 1 and not told.err
 
 
 def test_a_type_that_cannot_be_made_small_is_one_line(capsys):
@@ -352,8 +365,21 @@ def test_a_backend_that_runs_everywhere_and_did_not_is_status_one(capsys, monkey
 
 
 def test_parity_of_a_refused_model_is_not_tried(capsys):
-    assert main(["qwen3_next", "--parity"]) == 2
+    assert main(["bloom", "--parity"]) == 2
     assert "refused" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "mamba"])
+def test_parity_of_a_model_with_a_state_is_that_of_its_training_on_packs(kind, capsys, monkeypatch):
+    monkeypatch.setattr(doctor_parity, "PROMPT_LENGTHS", (5, 7))
+    monkeypatch.setattr(doctor_parity, "MAX_TOKENS", 2)
+    assert main([kind, "--parity"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    compared = [line[:2] for line in lines if line and line[0] in ("float32", "bfloat16")]
+    assert ["float32", "sdpa"] in compared and ["bfloat16", "sdpa"] in compared
+    assert kind != "mamba" or len(compared) == 2, "without attention, backends do not differ"
+    monkeypatch.setattr(doctor_parity, "attach_loss", lambda model: None)
+    assert main([kind, "--parity"]) == 1, "without it, states continue through the pack"
 
 
 @pytest.mark.parametrize("name", ["no/such/model", "missing.json"])

@@ -56,9 +56,13 @@ def test_of_a_stream_whole_samples_are_measured_not_their_parts(tmp_path, monkey
     monkeypatch.setattr("nopad.cli.inspect_data.MAX_STREAM_PACKS", 8)
     assert main(["inspect", str(path), "--budget", "64"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("the first 256 samples, ") and "max 200" in out
-    waste = 1 - padded_fill(np.array([len(row["input_ids"]) for row in rows[:256]]), 64)
+    assert out.startswith("the first 7 samples, ") and "max 200" in out
+    waste = 1 - padded_fill(np.array([len(row["input_ids"]) for row in rows[:7]]), 64)
     assert f"would be {waste:.1%} padding" in out
+    assert main(["inspect", str(path), "--budget", "64", "--samples", "299"]) == 0
+    assert capsys.readouterr().out.startswith("the first 299 samples, ")
+    assert main(["inspect", str(path), "--budget", "64", "--samples", "300"]) == 0
+    assert capsys.readouterr().out.startswith("300 samples, 22,000 tokens")
 
 
 @pytest.mark.parametrize(
@@ -352,12 +356,13 @@ def test_loss_tokens_duplicates_and_extremes_are_named(tmp_path, monkeypatch, ca
     labels = [[-100, -100, 7], [-100, -100, 7], list(range(20)), [-100, -100]]
     pairs = zip(rows, labels, strict=True)
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"input_ids": r, "labels": n}) + "\n" for r, n in pairs))
+    lines = [json.dumps({"input_ids": r, "labels": n}) + "\n" for r, n in pairs]
+    path.write_text("".join([lines[0], "\n", *lines[1:]]))  # an empty line is not a row
     told = [
-        "in the loss: 75.0% of the tokens; without labels: 1 (samples 3); "
-        "duplicates: 1 (samples 1)",
-        "longest: 20, 3, 3 tokens (samples 2, 1, 0); truncated: 1 (samples 2)",
-        "shortest: 2, 3, 3 tokens (samples 3, 0, 1)",
+        "in the loss: 75.0% of the tokens; without labels: 1 (rows.jsonl, line 5); "
+        "duplicates: 1 (rows.jsonl, line 3)",
+        "longest: 20, 3, 3 tokens (rows.jsonl, lines 4, 3, 1); truncated: 1 (rows.jsonl, line 4)",
+        "shortest: 2, 3, 3 tokens (rows.jsonl, lines 5, 1, 3)",
     ]
     given = ["inspect", str(path), "--budget", "16", "--overflow", "truncate"]
     for small in (1 << 20, 0):  # stored, and streamed
@@ -395,3 +400,73 @@ def test_a_mixture_is_inspected_with_its_weights(data, tmp_path, capsys):
     assert "several sources need weights: a.jsonl=0.7 b.jsonl=0.3" in capsys.readouterr().err
     assert main(["inspect", f"{data}=3"]) == 2
     assert "one source needs no weight" in capsys.readouterr().err
+
+
+def test_every_sample_of_small_data_is_examined_and_of_ready_tokens_as_many_as_asked(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("nopad.cli.inspect_data.MAX_STREAM_PACKS", 1)
+    path = tmp_path / "rows.jsonl"
+    rows = [[i // 2 % 50 + 1] * 4 for i in range(100)]  # each twice, one after the other
+    path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    assert main(["inspect", str(path), "--budget", "16"]) == 0
+    assert "duplicates: 50 (rows.jsonl, lines 2, 4, 6, ...)" in capsys.readouterr().out
+    tokens = tmp_path / "tokens.bin"
+    np.concatenate([[*row, 0] for row in rows]).astype(np.uint16).tofile(tokens)
+    given = ["inspect", str(tokens), "--dtype", "uint16", "--add-eos", "0", "--budget", "16"]
+    assert main(given) == 0
+    assert "the first 4 samples: in the loss: 80.0% of the tokens; " in capsys.readouterr().out
+    assert main([*given, "--samples", "99"]) == 0
+    assert "duplicates: 49 (samples 1, 3, 5, ...)" in capsys.readouterr().out
+    assert main([*given, "--samples", "1e6"]) == 0
+    assert "\nin the loss: 80.0% of the tokens; " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("small", [0, 1 << 20])
+def test_json_has_the_printed_figures_and_every_skipped_row(
+    checkpoint_dir, tmp_path, small, monkeypatch, capsys
+):
+    monkeypatch.setattr("nopad.packing.pipeline.SMALL_BYTES", small)
+
+    def chat(question: str, answer: str) -> str:
+        turns = ("user", question), ("assistant", answer)
+        return json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]})
+
+    lines = [chat("a b", "c d"), chat("a", " "), '{"text": "trunc', chat("a b", "c d")]
+    lines += ["", '{"body": 1}'] * 30 + [chat("c", "b")]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    report = tmp_path / "report.json"
+    given = ["inspect", str(tmp_path / "chats.jsonl"), "--tokenizer", str(checkpoint_dir)]
+    given += ["--budget", "64", "--on-error", "skip", "--json", str(report)]
+    assert main(given) == 0
+    out = capsys.readouterr().out
+    assert out.endswith(f"\nreport: {report}\n")
+    found = json.loads(report.read_text())
+    assert found["skipped"]["count"] == len(found["skipped"]["rows"]) == 31
+    places = [row["location"] for row in found["skipped"]["rows"]]
+    assert places == [f"chats.jsonl, line {n}" for n in [3, *range(6, 65, 2)]]
+    assert "it is truncated" in found["skipped"]["rows"][0]["reason"]
+    assert found["empty_answers"] == {"count": 1, "locations": ["chats.jsonl, line 2"]}
+    assert found["duplicates"] == {"count": 1, "locations": ["chats.jsonl, line 4"]}
+    assert "duplicates: 1 (chats.jsonl, line 4); empty answers: 1 (chats.jsonl, line 2)\n" in out
+    assert found["samples"] == found["all_samples"] == found["examined_samples"] == 4
+    assert f"4 samples, {found['tokens']} tokens; length: median {found['length']['median']}" in out
+    assert f"in the loss: {found['in_the_loss']:.1%} of" in out
+    shares = found["tokens_by_role"]["shares"]
+    assert f"in 4 chats: {', '.join(f'{r} {s:.1%}' for r, s in shares.items())}\n" in out
+    assert sum(each["samples"] for each in found["lengths"]) == 4
+    chosen = next(row for row in found["budgets"] if row["budget"] == found["budget"] == 64)
+    assert f"{chosen['fill']:.2%}" in out and f"{chosen['padded_fill']:.2%}" in out
+
+
+def test_samples_of_a_mixture_have_the_lines_of_their_files(tmp_path, monkeypatch, capsys):
+    for name, rows in (("a", [[1], [2, 2, 2]]), ("b", [[3, 3], [3, 3], [4, 4, 4, 4]])):
+        text = "".join(json.dumps({"input_ids": row}) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    given = [f"{tmp_path / name}.jsonl=1" for name in "ab"]
+    for small in (1 << 20, 0):  # stored, and streamed
+        monkeypatch.setattr("nopad.packing.pipeline.SMALL_BYTES", small)
+        assert main(["inspect", *given, "--budget", "16"]) == 0
+        out = capsys.readouterr().out
+        assert "duplicates: 1 (b.jsonl, line 2)" in out
+        assert "longest: 4, 3, 2 tokens (b.jsonl, line 3; a.jsonl, line 2; b.jsonl, line 2)" in out
