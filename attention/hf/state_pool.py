@@ -12,6 +12,7 @@ never read, so nothing has to be reset.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -226,11 +227,12 @@ def probe_states(
 
     def forward(module: nn.Module, stock: Forward, *args: Any, **kwargs: Any) -> Any:
         nothing = StatefulModule((None, None), parameters[module])
-        named = _named(nothing, args, kwargs)
-        device = named[nothing.parameters[0]].device
+        named, hidden = _named(nothing, args, kwargs), parameters[module][0]
+        named[hidden] = named[hidden].nan_to_num(0.0)  # NaN marks the states in `reads_state`
+        device = named[hidden].device
 
-        def run(cuts: Iterable[int]) -> tuple[list[Any], State]:
-            outputs, state = [], None
+        def run(cuts: Iterable[int], state: State | None = None) -> tuple[list[Any], State]:
+            outputs = []
             for start, end in pairwise(cuts):
                 group = SequenceGroup.chunk(start, end, 0, state is None, device)
                 out, state = group.run(module, stock, nothing, state or (None, None), named)
@@ -240,11 +242,12 @@ def probe_states(
         (out,), state = run((0, _TOKENS))
         if state == (None, None):
             return out
-        whole, (restarted,) = _hidden(out), run((_CUTS[1], _TOKENS))[0]
+        whole, (restarted,) = token_outputs(out), run((_CUTS[1], _TOKENS))[0]
         for token_by_token in (False, True):
             cuts = (0, *range(_CUTS[1], _TOKENS + 1)) if token_by_token else _CUTS
-            chunked = torch.cat([_hidden(each) for each in run(cuts)[0][1:]], 1)
-            if is_nearer(chunked, _hidden(restarted), whole[:, _CUTS[1] :]):
+            chunked = torch.cat([token_outputs(each) for each in run(cuts)[0][1:]], 1)
+            reads = reads_state(run, _CUTS[1] + 1 if token_by_token else _TOKENS)
+            if reads and is_nearer(chunked, token_outputs(restarted), whole[:, _CUTS[1] :]):
                 break
         else:
             faulty.append(type(module).__name__)
@@ -255,6 +258,22 @@ def probe_states(
     with torch.no_grad(), replaced_forwards(parameters, forward):
         run_model(_TOKENS)
     return found, faulty
+
+
+def reads_state(run: Callable[..., tuple[list[Any], State]], end: int) -> bool:
+    """Whether the next tokens of a sequence, up to `end`, depend on each part of its state.
+
+    NaN in a part must reach them. `is_nearer` cannot tell: with Mamba's initial weights, tokens
+    that ignore the recurrent state differ by less than it allows, and over a long prompt by more.
+    """
+    for part in range(2):
+        state = list(run((0, _CUTS[1]))[1])
+        if (values := state[part]) is not None:
+            state[part] = torch.full_like(values, math.nan)
+            (out,), _ = run((_CUTS[1], end), (state[0], state[1]))
+            if not token_outputs(out).isnan().any():
+                return False
+    return True
 
 
 def is_nearer(chunked: Tensor, restarted: Tensor, whole: Tensor) -> bool:
@@ -321,5 +340,9 @@ def _each(state: State, function: Callable[[Tensor], Tensor]) -> Any:
     return tuple(None if part is None else function(part) for part in state)
 
 
-def _hidden(out: Any) -> Tensor:
-    return out[0] if isinstance(out, tuple) else out
+def token_outputs(out: Any) -> Tensor:
+    """Return the tensors [B, L, ...] that a module returns as one tensor [B, L, D]."""
+    parts = out if isinstance(out, tuple) else (out,)
+    first = parts[0]
+    alike = (x for x in parts if isinstance(x, Tensor) and x.ndim == first.ndim)
+    return torch.cat([x.flatten(2) for x in alike if x.shape[:2] == first.shape[:2]], -1)
