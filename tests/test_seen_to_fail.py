@@ -1647,12 +1647,6 @@ FAULTS = {
         "inference/test_stateful_models.py::test_chunks_continue_a_state_that_hardly_matters",
         "nopad.attention.hf.state_pool", "reads_state = lambda *a: True",
     ),
-    "the other outputs of a module are not compared": (
-        "inference/test_stateful_models.py::test_a_module_that_loses_its_state_is_refused",
-        "nopad.attention.hf.state_pool",
-        "right = token_outputs\n"
-        "token_outputs = lambda out: right(out[0] if isinstance(out, tuple) else out)",
-    ),
     "a step that failed midway runs again": (
         "inference/test_stateful_models.py::"
         "test_a_step_that_runs_out_of_memory_midway_is_recomputed",

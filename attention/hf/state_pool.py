@@ -242,12 +242,12 @@ def probe_states(
         (out,), state = run((0, _TOKENS))
         if state == (None, None):
             return out
-        whole, (restarted,) = token_outputs(out), run((_CUTS[1], _TOKENS))[0]
+        whole, restarted = token_outputs([out]), token_outputs(run((_CUTS[1], _TOKENS))[0])
         for token_by_token in (False, True):
             cuts = (0, *range(_CUTS[1], _TOKENS + 1)) if token_by_token else _CUTS
-            chunked = torch.cat([token_outputs(each) for each in run(cuts)[0][1:]], 1)
+            chunked = token_outputs(run(cuts)[0][1:])
             reads = reads_state(run, _CUTS[1] + 1 if token_by_token else _TOKENS)
-            if reads and is_nearer(chunked, token_outputs(restarted), whole[:, _CUTS[1] :]):
+            if reads and all(map(is_nearer, chunked, restarted, whole)):
                 break
         else:
             faulty.append(type(module).__name__)
@@ -270,17 +270,18 @@ def reads_state(run: Callable[..., tuple[list[Any], State]], end: int) -> bool:
         state = list(run((0, _CUTS[1]))[1])
         if (values := state[part]) is not None:
             state[part] = torch.full_like(values, math.nan)
-            (out,), _ = run((_CUTS[1], end), (state[0], state[1]))
-            if not token_outputs(out).isnan().any():
+            outputs, _ = run((_CUTS[1], end), (state[0], state[1]))
+            if not any(each.isnan().any() for each in token_outputs(outputs)):
                 return False
     return True
 
 
 def is_nearer(chunked: Tensor, restarted: Tensor, whole: Tensor) -> bool:
-    """Whether every token of chunks is that of the whole, but for rounding.
+    """Whether every token of chunks is that of the whole, at its end, but for rounding.
 
     restarted: the same tokens without a state; they tell how much it matters in any precision.
     """
+    whole = whole[:, -chunked.shape[1] :]
     differences = (chunked - whole, restarted - whole, whole)
     error, lost, size = (each.float().norm(dim=-1) for each in differences)
     return not (error > torch.maximum(0.25 * lost, 0.02 * size)).any()  # NaN is not a fault
@@ -340,9 +341,13 @@ def _each(state: State, function: Callable[[Tensor], Tensor]) -> Any:
     return tuple(None if part is None else function(part) for part in state)
 
 
-def token_outputs(out: Any) -> Tensor:
-    """Return the tensors [B, L, ...] that a module returns as one tensor [B, L, D]."""
-    parts = out if isinstance(out, tuple) else (out,)
-    first = parts[0]
-    alike = (x for x in parts if isinstance(x, Tensor) and x.ndim == first.ndim)
-    return torch.cat([x.flatten(2) for x in alike if x.shape[:2] == first.shape[:2]], -1)
+def token_outputs(chunks: list[Any]) -> list[Tensor]:
+    """Return the tensors [B, L, D] that a module returns, from its outputs for each chunk."""
+    parts = [out if isinstance(out, tuple) else (out,) for out in chunks]
+    shape = parts[0][0].shape
+    alike = [
+        n
+        for n, part in enumerate(parts[0])
+        if isinstance(part, Tensor) and part.ndim == len(shape) and part.shape[:2] == shape[:2]
+    ]
+    return [torch.cat([part[n].flatten(2) for part in parts], 1) for n in alike]

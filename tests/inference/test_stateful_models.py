@@ -298,10 +298,10 @@ def test_a_module_that_loses_its_state_is_refused(kind, name, states, kept, monk
     stock = module.forward
 
     @wraps(stock)  # its parameters are read
-    def forgetful(self, hidden_states, past_key_values=None, **kwargs):
+    def forgetful(self, hidden_states, past_key_values=None, *args, **kwargs):
         if past_key_values is not None and past_key_values.has_previous_state(self.layer_idx):
             getattr(past_key_values.layers[self.layer_idx], states)[0] *= kept
-        return stock(self, hidden_states, past_key_values=past_key_values, **kwargs)
+        return stock(self, hidden_states, past_key_values, *args, **kwargs)
 
     monkeypatch.setattr(module, "forward", forgetful)
     with pytest.raises(ValueError, match=rf"second chunk of a prompt .*\({name}\)"):
