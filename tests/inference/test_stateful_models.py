@@ -179,7 +179,7 @@ def test_stop_tokens_and_aborts_leave_the_others_alone():
     assert_is_generate(model, [done[ids[i]] for i in kept], [PROMPTS[i] for i in kept])
 
 
-@pytest.mark.parametrize("kind", ["bamba", pytest.param("mamba", marks=SLOWLY)])
+@pytest.mark.parametrize("kind", ["bamba", pytest.param("jamba", marks=SLOWLY)])
 def test_a_poisoned_request_harms_nobody(kind):
     model = fresh(kind)
     with torch.no_grad():
