@@ -52,6 +52,15 @@ def _tile(x, start, rows, length, head, HEADS: tl.constexpr, D: tl.constexpr, PA
     )
 
 
+@triton.jit
+def _load_tile(
+    x, start, rows, length, head, HEADS: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr
+):
+    """Return these rows, zeros where they do not exist."""
+    pointers, exists = _tile(x, start, rows, length, head, HEADS, D, PAD)
+    return tl.load(pointers, mask=exists, other=0.0)
+
+
 @triton.jit(do_not_specialize=["scale", "softcap", "window", "tokens"])
 def _forward_kernel(
     q, k, v, cu_seqlens, out, lse, scale, softcap, window, tokens,
@@ -64,8 +73,7 @@ def _forward_kernel(
     if first >= length:
         return
     rows = first + tl.arange(0, BLOCK)
-    pointers, exists = _tile(q, start, rows, length, head, HEADS, D, PAD)
-    q_tile = tl.load(pointers, mask=exists, other=0.0)
+    q_tile = _load_tile(q, start, rows, length, head, HEADS, D, PAD)
     acc = tl.zeros([BLOCK, PAD], tl.float32)
     m_i = tl.full([BLOCK], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK], tl.float32)
@@ -74,10 +82,8 @@ def _forward_kernel(
         low = tl.maximum(first - window + 1, 0) // BLOCK * BLOCK
     for key in range(low, tl.minimum(first + BLOCK, length), BLOCK):
         cols = key + tl.arange(0, BLOCK)
-        pointers, exists = _tile(k, start, cols, length, head // GROUP, HEADS // GROUP, D, PAD)
-        k_tile = tl.load(pointers, mask=exists, other=0.0)
-        pointers, exists = _tile(v, start, cols, length, head // GROUP, HEADS // GROUP, D, PAD)
-        v_tile = tl.load(pointers, mask=exists, other=0.0)
+        k_tile = _load_tile(k, start, cols, length, head // GROUP, HEADS // GROUP, D, PAD)
+        v_tile = _load_tile(v, start, cols, length, head // GROUP, HEADS // GROUP, D, PAD)
         s, _ = _scores(
             q_tile, k_tile, rows, cols, length, scale, softcap, window, WINDOW, SOFTCAP, PRECISION
         )
@@ -107,10 +113,8 @@ def _dq_kernel(
     if first >= length:
         return
     rows = first + tl.arange(0, BLOCK)
-    pointers, exists = _tile(q, start, rows, length, head, HEADS, D, PAD)
-    q_tile = tl.load(pointers, mask=exists, other=0.0)
-    pointers, exists = _tile(grad, start, rows, length, head, HEADS, D, PAD)
-    grad_tile = tl.load(pointers, mask=exists, other=0.0)
+    q_tile = _load_tile(q, start, rows, length, head, HEADS, D, PAD)
+    grad_tile = _load_tile(grad, start, rows, length, head, HEADS, D, PAD)
     place = head.to(tl.int64) * tokens + start
     row_lse = tl.load(lse + place + rows, mask=rows < length, other=0.0)
     row_delta = tl.load(delta + place + rows, mask=rows < length, other=0.0)
@@ -120,10 +124,8 @@ def _dq_kernel(
         low = tl.maximum(first - window + 1, 0) // BLOCK * BLOCK
     for key in range(low, tl.minimum(first + BLOCK, length), BLOCK):
         cols = key + tl.arange(0, BLOCK)
-        pointers, exists = _tile(k, start, cols, length, head // GROUP, HEADS // GROUP, D, PAD)
-        k_tile = tl.load(pointers, mask=exists, other=0.0)
-        pointers, exists = _tile(v, start, cols, length, head // GROUP, HEADS // GROUP, D, PAD)
-        v_tile = tl.load(pointers, mask=exists, other=0.0)
+        k_tile = _load_tile(k, start, cols, length, head // GROUP, HEADS // GROUP, D, PAD)
+        v_tile = _load_tile(v, start, cols, length, head // GROUP, HEADS // GROUP, D, PAD)
         s, slope = _scores(
             q_tile, k_tile, rows, cols, length, scale, softcap, window, WINDOW, SOFTCAP, PRECISION
         )
@@ -147,10 +149,8 @@ def _dkv_kernel(
     if first >= length:
         return
     cols = first + tl.arange(0, BLOCK)
-    pointers, exists = _tile(k, start, cols, length, kv_head, HEADS // GROUP, D, PAD)
-    k_tile = tl.load(pointers, mask=exists, other=0.0)
-    pointers, exists = _tile(v, start, cols, length, kv_head, HEADS // GROUP, D, PAD)
-    v_tile = tl.load(pointers, mask=exists, other=0.0)
+    k_tile = _load_tile(k, start, cols, length, kv_head, HEADS // GROUP, D, PAD)
+    v_tile = _load_tile(v, start, cols, length, kv_head, HEADS // GROUP, D, PAD)
     dk_acc = tl.zeros([BLOCK, PAD], tl.float32)
     dv_acc = tl.zeros([BLOCK, PAD], tl.float32)
     end = length
@@ -160,10 +160,8 @@ def _dkv_kernel(
         place = start + tokens.to(tl.int64) * head
         for query in range(first, end, BLOCK):
             rows = query + tl.arange(0, BLOCK)
-            pointers, exists = _tile(q, start, rows, length, head, HEADS, D, PAD)
-            q_tile = tl.load(pointers, mask=exists, other=0.0)
-            pointers, exists = _tile(grad, start, rows, length, head, HEADS, D, PAD)
-            grad_tile = tl.load(pointers, mask=exists, other=0.0)
+            q_tile = _load_tile(q, start, rows, length, head, HEADS, D, PAD)
+            grad_tile = _load_tile(grad, start, rows, length, head, HEADS, D, PAD)
             row_lse = tl.load(lse + place + rows, mask=rows < length, other=0.0)
             row_delta = tl.load(delta + place + rows, mask=rows < length, other=0.0)
             s, slope = _scores(
