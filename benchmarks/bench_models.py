@@ -22,7 +22,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,7 +33,7 @@ import torch
 import transformers
 from bench_generation import ceilings
 from nopad import Engine, PackedDataset, SamplingParams
-from nopad.attention.hf import stateful_parts
+from nopad.attention.hf import layer_shapes, stateful_parts
 from nopad.collators import MaskedCollator
 from PIL import Image
 from record import header, write_record
@@ -212,17 +212,20 @@ def vision_language(bench: Bench) -> Iterator[tuple[str, dict]]:
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         return dict(batch)
 
-    run = ImageRun([], bench.budget, *((2, 2) if bench.tiny else (4, 6)), bf16=not bench.tiny,
-                   workers=4, processor=processor)  # fmt: skip
-    run.documents = rows
+    def run() -> ImageRun:
+        steps = (2, 2) if bench.tiny else (4, 6)
+        options = {"bf16": not bench.tiny, "workers": 4, "processor": processor}
+        return ImageRun(rows, bench.budget, *steps, **options)  # pyright: ignore[reportArgumentType]
+
     stock = "sdpa" if bench.tiny else "flash_attention_2"
-    yield "padded", train_padded(replace(run), model(stock), pad, rows)
-    yield "packed", train_packed(replace(run), model("nopad"))
+    yield "padded", train_padded(run(), model(stock), pad, rows)
+    yield "packed", train_packed(run(), model("nopad"))
 
 
 def text_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of one letter each, whose special tokens come first."""
-    vocabulary = [*MARKS, *(chr(0x4E00 + number) for number in range(vocab_size - len(MARKS)))]
+    """Return a tokenizer of one letter each; special tokens and the start check's letters first."""
+    first = [*MARKS, *"abcdefgh"]
+    vocabulary = [*first, *(chr(0x4E00 + number) for number in range(vocab_size - len(first)))]
     core = Tokenizer(token_models.BPE({token: i for i, token in enumerate(vocabulary)}, []))
     special = {"eos_token": MARKS[0], "pad_token": MARKS[0], "mask_token": MARKS[1]}
     return PreTrainedTokenizerFast(
@@ -314,16 +317,14 @@ def decode(bench: Bench, model: nn.Module) -> dict[str, Any]:
 
     seconds(new)
     step = (seconds(new) - seconds(new // 4)) / (new - new // 4)
-    row = {"tokens_per_second": count / step, "step_ms": 1e3 * step}
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    states = sum(state.bytes for state in stateful_parts(model).values())
+    keys = 2 * sum(heads * (key + value) for heads, key, value in layer_shapes(model))
+    step_bytes = weights + count * (2 * states + keys * (prompt + new * 5 / 8))
+    row = {"tokens_per_second": count / step, "step_ms": 1e3 * step, "step_MB": step_bytes / 1e6}
     if not torch.cuda.is_available():
         return row
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    states = stateful_parts(model)
-    state_bytes = sum(state.bytes for state in states.values())
-    config = model.config
-    layers = config.num_hidden_layers - len(states)
-    keys = 4 * layers * config.num_key_value_heads * config.head_dim * (prompt + new * 5 / 8)
-    floor = (weights + count * (2 * state_bytes + keys)) / ceilings()[0]
+    floor = step_bytes / ceilings()[0]
     return {**row, "floor_ms": 1e3 * floor, "of_floor": floor / step}
 
 
