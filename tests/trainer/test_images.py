@@ -9,7 +9,7 @@ import pytest
 import tiny_run
 import tiny_vlm
 import torch
-from front_ends import FIRST_STEP
+from front_ends import FIRST_STEP_OF_LM
 from nopad.collators import PackedCollator
 from nopad.packing import IGNORE_INDEX, Pack, PackedDataset
 from nopad.packing.encoding import Encoder
@@ -69,7 +69,7 @@ def test_a_model_learns_from_packed_images_what_it_learns_one_by_one(kind, atten
     assert tiny_run.distance(gradient(model), gold) < 2e-5
 
 
-@pytest.mark.parametrize("front_end", FIRST_STEP)
+@pytest.mark.parametrize("front_end", FIRST_STEP_OF_LM)
 def test_a_step_with_images_of_every_front_end_is_that_of_its_documents(front_end, tmp_path):
     kind = "qwen2_5_vl"
     model, data = tiny_vlm.model(kind), dataset(kind, budget=128)
@@ -80,7 +80,7 @@ def test_a_step_with_images_of_every_front_end_is_that_of_its_documents(front_en
     stock.set_attn_implementation("sdpa")
     _, gold = one_by_one(stock, [documents[number] for number in numbers])
     data.rewind()
-    ours = FIRST_STEP[front_end](model, data, tmp_path)
+    ours = FIRST_STEP_OF_LM[front_end](model, data, tmp_path)
     assert tiny_run.distance({name: ours[name] for name in gold}, gold) < 2e-5
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
+import tiny_run
 import torch
+from front_ends import FIRST_STEP_OF_LM
 from nopad.attention.hf.leak_check import leaked_gradient
 from nopad.cli.tiny_model import randomize_weights, tiny_model
 from nopad.trainer.loss import attach_loss
 from nopad.trainer.with_hf import PackedTrainer
-from tiny_run import dataset
 from transformers import TrainingArguments
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -48,29 +51,38 @@ def pack(documents):
     }
 
 
-def loss_and_gradients(model, *packs):
-    model.zero_grad()
-    losses = [model(**batch, num_items_in_batch=12).loss for batch in packs]
-    for loss in losses:
-        loss.backward()
-    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return sum(loss.item() for loss in losses), gradients
+def stock(model):
+    """The same model, as Transformers runs it."""
+    copied = deepcopy(model)
+    copied.set_attn_implementation("eager")
+    return copied
 
 
-def assert_like_one_by_one(model):
-    loss, gradients = loss_and_gradients(model, pack(DOCUMENTS))
-    expected, alone = loss_and_gradients(model, *(pack([d]) for d in DOCUMENTS))
-    assert loss == pytest.approx(expected, rel=1e-5)
-    for name, gradient in gradients.items():
-        assert (gradient - alone[name]).norm() <= 1e-4 * alone[name].norm() + 1e-7, name
+def assert_like_one_by_one(model, alone):
+    """Compare the loss and the gradients of a pack with those of its documents in another model."""
+    batch, losses = pack(DOCUMENTS), []
+    loss = model(**batch).loss
+    loss.backward()
+    for document in DOCUMENTS:
+        ids = torch.tensor([document])
+        losses.append(alone(input_ids=ids, labels=ids, use_cache=False).loss * (len(document) - 1))
+    expected = torch.stack(losses).sum() / (batch["labels"] != -100).sum()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    gradients = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    for name, parameter in model.named_parameters():
+        if name in gradients:
+            distance = (parameter.grad - gradients[name]).norm()
+            assert distance <= 1e-4 * gradients[name].norm() + 1e-7, name
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_is_one_by_one(kind):
     model = tiny(kind)
+    alone = stock(model)
     loss = attach_loss(model)
     assert bool(loss.reset_states.names) is (kind not in CONVOLUTIONS)
-    assert_like_one_by_one(model)
+    assert_like_one_by_one(model, alone)
     batch = pack(DOCUMENTS)
     del batch["labels"]
     assert leaked_gradient(model, batch, [len(d) for d in DOCUMENTS]) == 0.0
@@ -79,17 +91,30 @@ def test_packed_is_one_by_one(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpointed_layers_know_the_documents_or_say_that_they_do_not(kind):
     model = tiny(kind)
+    alone = stock(model)
     model.gradient_checkpointing_enable()
     attach_loss(model)
     if kind not in DROPS_BOUNDARIES:
-        return assert_like_one_by_one(model)
+        return assert_like_one_by_one(model, alone)
     with pytest.raises(ValueError, match="train it without gradient checkpointing"):
-        loss_and_gradients(model, pack(DOCUMENTS))
+        model(**pack(DOCUMENTS)).loss.backward()
+
+
+@pytest.mark.parametrize("front_end", FIRST_STEP_OF_LM)
+def test_a_step_of_every_front_end_is_that_of_its_documents(front_end, tmp_path):
+    model = tiny("qwen3_5_text")
+    gold = tiny_run.gold_gradient(stock(model), tiny_run.packs(tiny_run.dataset(), 2))
+    found = FIRST_STEP_OF_LM[front_end](model, tiny_run.dataset(), tmp_path)
+    assert tiny_run.distance(found, gold) < 1e-5
+
+
+def test_many_types_are_held_to_it():
+    assert len({*FAST, *SLOW}) >= 18
 
 
 def test_a_trainer_says_what_runs_document_by_document(tmp_path, capsys):
     args = TrainingArguments(tmp_path, max_steps=2, use_cpu=True, report_to="none")
-    trainer = PackedTrainer(tiny("mamba2"), args, train_dataset=dataset())
+    trainer = PackedTrainer(tiny("mamba2"), args, train_dataset=tiny_run.dataset())
     trainer.train()
     said = capsys.readouterr().out
     assert "leak check 0.0" in said and "document by document (slow): Mamba2Mixer" in said

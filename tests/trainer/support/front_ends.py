@@ -16,6 +16,7 @@ from nopad.trainer.with_accelerate import PackedAccelerateLoader
 from nopad.trainer.with_hf import PackedTrainer
 from nopad.trainer.with_lightning import PackedCallback, PackedDataModule
 from transformers import TrainingArguments
+from trl_run import trl_trainer
 
 Gradient = dict[str, torch.Tensor]
 
@@ -116,4 +117,12 @@ def gradient(model) -> Gradient:
     return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
+def trl(model, data: PackedDataset, folder: Path) -> Gradient:
+    watch = Watch()
+    trl_trainer(folder, model, data, {"callbacks": [watch]}).train()
+    return watch.gradient
+
+
 FIRST_STEP = {"accelerate": accelerate, "hf": hf, "lightning": lightning}
+FIRST_STEP_OF_LM = {**FIRST_STEP, "trl": trl}
+"""TRL's SFTTrainer trains causal LMs only."""
