@@ -4,8 +4,9 @@
 
 A model with random weights in the shape of a known one is trained in turns, in one process:
 
-    padded     the stock HF Trainer on batches of 8 padded documents, in random order
-    packed     PackedTrainer on packs of 16,384 tokens of the same documents
+    padded     the stock HF Trainer on batches of 8 padded documents (4 with images), in random
+               order
+    packed     PackedTrainer on packs of 16,384 tokens (8,192 with images) of the same documents
     unbroken   PackedTrainer on rows of one document each: what boundaries cost (text only)
 
 Hybrids then generate in the engine, 64 requests at once; the floor of a step is the time to read
@@ -46,6 +47,7 @@ from training.users import add_adapters
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer
 
 PADDED_BATCH = 8
+PADDED_BATCH_WITH_IMAGES = 4
 DELTA_NET = {
     "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 16, "vocab_size": 151936,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
@@ -215,17 +217,19 @@ def vision_language(bench: Bench) -> Iterator[tuple[str, dict]]:
     def run() -> ImageRun:
         steps = (2, 2) if bench.tiny else (4, 6)
         options = {"bf16": not bench.tiny, "workers": 4, "processor": processor}
-        return ImageRun(rows, bench.budget, *steps, **options)  # pyright: ignore[reportArgumentType]
+        return ImageRun(rows, bench.budget // 2, *steps, **options)  # pyright: ignore[reportArgumentType]
 
     stock = "sdpa" if bench.tiny else "flash_attention_2"
-    yield "padded", train_padded(run(), model(stock), pad, rows)
+    yield "padded", train_padded(
+        run(), model(stock), pad, rows, PADDED_BATCH_WITH_IMAGES
+    )
     yield "packed", train_packed(run(), model("nopad"))
 
 
 def text_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """Return a tokenizer of one letter each; special tokens and the start check's letters first."""
     first = [*MARKS, *"abcdefgh"]
-    vocabulary = [*first, *(chr(0x4E00 + number) for number in range(vocab_size - len(first)))]
+    vocabulary = [*first, *(chr(0x20000 + number) for number in range(vocab_size - len(first)))]
     core = Tokenizer(token_models.BPE({token: i for i, token in enumerate(vocabulary)}, []))
     special = {"eos_token": MARKS[0], "pad_token": MARKS[0], "mask_token": MARKS[1]}
     return PreTrainedTokenizerFast(
@@ -254,7 +258,7 @@ def image_chats(bench: Bench) -> list[dict]:
         height, width = np.clip(rng.lognormal(np.log(median), 0.5, 2), shortest, 4 * median)
         pixels = rng.integers(0, 256, (int(height), int(width), 3), dtype=np.uint8)
         length = int(np.clip(rng.lognormal(np.log(median / 4), 1.0), 8, 2 * median))
-        text = "".join(chr(0x4E00 + number) for number in rng.integers(0, letters, length))
+        text = "".join(chr(0x20000 + number) for number in rng.integers(0, letters, length))
         parts = [{"type": "image", "image": Image.fromarray(pixels)}] * (1 + (rng.random() < 0.2))
         question = {
             "role": "user",
@@ -279,7 +283,11 @@ def train_packed(run: Run, model: nn.Module, **options: Any) -> dict[str, Any]:
 
 
 def train_padded(
-    run: Run, model: nn.Module, pad: Callable[[list], dict[str, Any]], rows: list
+    run: Run,
+    model: nn.Module,
+    pad: Callable[[list], dict[str, Any]],
+    rows: list,
+    batch_size: int = PADDED_BATCH,
 ) -> dict[str, Any]:
     """Train on padded batches; count the tokens that are not padding."""
     masks = []
@@ -288,7 +296,7 @@ def train_padded(
     )
     with TemporaryDirectory() as folder:
         args = hf_arguments(
-            run, folder, per_device_train_batch_size=PADDED_BATCH, remove_unused_columns=False
+            run, folder, per_device_train_batch_size=batch_size, remove_unused_columns=False
         )
         Trainer(model, args, pad, rows, callbacks=[Clock(run)]).train()
     timed = masks[run.warmup_steps : run.steps]

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .quantized_kv import dequantize
+from .quantized_kv import dot_operand
 
 
 @triton.jit
@@ -36,13 +36,17 @@ def attend_keys(
         only the last `window` if WINDOW. Otherwise all rows see all keys. Decode is masked
         throughout: a separate loop for the last block costs as much as the masks.
     """
+    q_scale = 1.0
+    if QUANTIZED:
+        q, q_scale = dot_operand(q, keys.dtype.element_ty)
     page = _load_pages(page_table, start, end, MASKED, PAGE_SIZE, BLOCK_N)
     for key in range(start, end, BLOCK_N):
         next_page = _load_pages(page_table, key + BLOCK_N, end, MASKED, PAGE_SIZE, BLOCK_N)
         acc, m_i, l_i = _attend_block(
-            q, acc, m_i, l_i, last_key, key, end, page, keys, values, key_scales, value_scales,
-            slot_stride_k, slot_stride_v, page_stride_s, scale, softcap, window, MASKED, WINDOW,
-            SOFTCAP, QUANTIZED, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N, PRECISION,
+            q, q_scale, acc, m_i, l_i, last_key, key, end, page, keys, values, key_scales,
+            value_scales, slot_stride_k, slot_stride_v, page_stride_s, scale, softcap, window,
+            MASKED, WINDOW, SOFTCAP, QUANTIZED, PAGE_SIZE, DK, DV, BLOCK_DK, BLOCK_DV, BLOCK_N,
+            PRECISION,
         )  # fmt: skip
         page = next_page
     return acc, m_i, l_i
@@ -71,8 +75,8 @@ def _load_pages(
 
 @triton.jit
 def _attend_block(
-    q, acc, m_i, l_i, last_key, first_key, end, page, keys, values, key_scales, value_scales,
-    slot_stride_k, slot_stride_v, page_stride_s, scale, softcap, window,
+    q, q_scale, acc, m_i, l_i, last_key, first_key, end, page, keys, values, key_scales,
+    value_scales, slot_stride_k, slot_stride_v, page_stride_s, scale, softcap, window,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr,
     PAGE_SIZE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
@@ -108,11 +112,13 @@ def _attend_block(
     if QUANTIZED:
         offset = page.to(tl.int64) * page_stride_s + (first_key + offs_n) % PAGE_SIZE
         mask_s = offs_n < end - first_key
-        key_scale = tl.load(key_scales + offset, mask=mask_s, other=0.0)
-        value_scale = tl.load(value_scales + offset, mask=mask_s, other=0.0)
-        k = dequantize(k, key_scale[None, :], q.dtype)
-        v = dequantize(v, value_scale[:, None], q.dtype)
-    s = tl.dot(q, k, input_precision=PRECISION)
+        key_scale = tl.load(key_scales + offset, mask=mask_s, other=0.0).to(tl.float32)
+        value_scale = tl.load(value_scales + offset, mask=mask_s, other=0.0).to(tl.float32)
+        s = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * (q_scale * key_scale[None, :])
+        v = v.to(q.dtype)
+    else:
+        value_scale = 1.0
+        s = tl.dot(q, k, input_precision=PRECISION)
     scale2 = scale * LOG2E
     if SOFTCAP:
         s = s * (scale / softcap)
@@ -124,11 +130,13 @@ def _attend_block(
         if WINDOW:
             visible = visible & (key > last_key[:, None] - window)
         s = tl.where(visible, s, float("-inf"))
-    return _online_softmax(s, scale2, v, acc, m_i, l_i, PRECISION)
+    return _online_softmax(s, scale2, v, value_scale, acc, m_i, l_i, QUANTIZED, PRECISION)
 
 
 @triton.jit
-def _online_softmax(s, scale2, v, acc, m_i, l_i, PRECISION: tl.constexpr):
+def _online_softmax(
+    s, scale2, v, value_scale, acc, m_i, l_i, QUANTIZED: tl.constexpr, PRECISION: tl.constexpr
+):
     """Update the running sums by values v [N, BLOCK_DV] with scores s [M, N].
 
     Scores times scale2, which is positive, are in base 2; multiplied here, in one operation with
@@ -140,7 +148,12 @@ def _online_softmax(s, scale2, v, acc, m_i, l_i, PRECISION: tl.constexpr):
     alpha = tl.exp2(m_i - floor)
     l_i = l_i * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    if QUANTIZED:  # relative to the largest scale, a weight fits into every dtype
+        top = tl.maximum(tl.max(value_scale, 0), 2.0**-120)
+        p = p * (value_scale / top)[None, :]
+        acc += tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * top
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, m_new, l_i
 
 

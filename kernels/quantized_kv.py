@@ -30,9 +30,17 @@ def quantize(x, INT8: tl.constexpr):
 
 
 @triton.jit
-def dequantize(x, scales, dtype: tl.constexpr):
-    """Return x in 8 bits, times scales of a shape that broadcasts to it."""
-    return (x.to(tl.float32) * scales.to(tl.float32)).to(dtype)
+def dot_operand(q, page_dtype: tl.constexpr):
+    """Return q [M, D] in a dtype that numbers of 8 bits are converted to at once, and scales [M, 1].
+
+    int8 to bfloat16 and fp8 to float16 take one instruction for two numbers, and no bit is lost.
+    """
+    if page_dtype == tl.int8 or q.dtype == tl.float32:
+        return q, tl.full([1, 1], 1.0, tl.float32)
+    else:
+        rows = q.to(tl.float32)
+        scale = tl.maximum(tl.max(tl.abs(rows), 1), 2.0**-120)[:, None]
+        return (rows / scale).to(tl.float16), scale
 
 
 @triton.jit

@@ -87,7 +87,8 @@ def decode_tiles(
     max_splits = 1
     while num_seqs <= 2 * num_programs and max_splits * 2 <= limit:
         max_splits *= 2
-    return DecodeTiles(block_n, max_splits, num_warps=4, num_stages=2, max_registers=max_registers)
+    num_stages = 3 if keys.element_size() == 1 else 2  # blocks of half the bytes
+    return DecodeTiles(block_n, max_splits, 4, num_stages, max_registers)
 
 
 def prefill_tiles(q: Tensor, keys: Tensor, values: Tensor) -> PrefillTiles:
