@@ -70,7 +70,7 @@ def load_head(kind: Any, config: Any, path: str | None) -> Any:
     options: dict[str, Any] = {"attn_implementation": "eager", "dtype": torch.float32}
     if path is not None:
         return kind.from_pretrained(path, **options)
-    config = tiny_config(config)
+    config = tiny_config(config, causal=not is_encoder(config.get_text_config()))
     if config.pad_token_id is None:
         config.pad_token_id = 0
     model = kind._from_config(config, **options)
@@ -93,7 +93,7 @@ def check_head(model: Any) -> HeadReport:
     return HeadReport(
         head,
         leaked_gradient(packed, batch, [ids.shape[1] for ids in documents]),
-        float((logits - alone).abs().max() / alone.abs().max()),
+        float((logits - alone).detach().abs().max() / alone.detach().abs().max()),
         nan_max(float((a - b).abs().max()) for a, b in pairs) / scale,
     )
 

@@ -248,8 +248,11 @@ def _named_layer_types(config: Any, name: str) -> list[str]:
     return [kind for kind in kinds if f'"{kind}"' in source]
 
 
-def tiny_config(config: Any, layers: int | None = None) -> Any:
-    """Return a tiny config of the same class with every layer type of the given one."""
+def tiny_config(config: Any, layers: int | None = None, causal: bool = True) -> Any:
+    """Return a tiny config of the same class with every layer type of the given one.
+
+    causal: let tokens see only those before them, also in a type that is an encoder by default.
+    """
     changes = {name: value for name, value in TINY.items() if _has_value(config, name)}
     if "qk_rope_head_dim" in changes:  # such configs call the rotary part the head dim
         changes["head_dim"] = changes["qk_rope_head_dim"]
@@ -260,9 +263,9 @@ def tiny_config(config: Any, layers: int | None = None) -> Any:
     changes |= _tiny_layers(config, layers)
     if isinstance(rope := getattr(config, "rope_parameters", None), dict) and "rope_type" in rope:
         changes["rope_parameters"] = _tiny_rope(rope, changes.get("head_dim") or 16)
-    changes |= {name: tiny_config(inner, layers) for name, inner in _sub_configs(config)}
+    changes |= {name: tiny_config(inner, layers, causal) for name, inner in _sub_configs(config)}
     if hasattr(config, "is_decoder"):
-        changes["is_decoder"] = True
+        changes["is_decoder"] = causal
     return _rebuild(config, changes | TINY_BY_TYPE.get(config.model_type, {}))
 
 

@@ -1870,6 +1870,12 @@ FAULTS = {
         "right = pool_documents\n"
         "pool_documents = lambda h, cu, how: right(h, cu[[0, -1]], how).expand(len(cu) - 1, -1)",
     ),
+    "the doctor builds encoders as decoders": (
+        "trainer/loss/test_encoder_zoo.py::test_packed_is_one_by_one_except_where_listed[bert]",
+        "nopad.cli.doctor_heads",
+        "right = tiny_config\n"
+        "tiny_config = lambda config, **options: right(config)",
+    ),
     "the doctor passes any head": (
         "cli/test_doctor.py::test_a_leak_of_an_encoder_is_told",
         "nopad.cli.doctor_heads",
@@ -1933,6 +1939,25 @@ FAULTS = {
         "trainer/test_images.py::"
         "test_the_start_check_catches_a_tower_whose_images_see_each_other",
         "nopad.trainer.monitoring.preflight", "_image_samples = lambda *a: None",
+    ),
+    "no front end checks its model": (
+        "trainer/monitoring/test_model_faults.py", "nopad.trainer.monitoring.preflight",
+        "check_run = lambda *args, **options: []",
+    ),
+    "a reward is pooled with the document before": (
+        "trainer/with_trl/test_preference_trainers.py::test_packed_rewards_equal_padded_rewards",
+        "nopad.trainer.loss.packed_forward",
+        "right = unpacked_forward\n"
+        "def unpacked_forward(*args, **inputs):\n"
+        "    outputs = right(*args, **inputs)\n"
+        "    outputs.last_hidden_state = outputs.last_hidden_state.roll(1, 0) / 2 + "
+        "outputs.last_hidden_state / 2\n"
+        "    return outputs",
+    ),
+    "a trainer keeps the states of documents": (
+        "trainer/loss/test_document_boundaries.py::"
+        "test_a_step_of_every_front_end_is_that_of_its_documents",
+        "nopad.trainer.loss.document_boundaries", "stateful_modules = lambda model: []",
     ),
     "the engine ignores images": (
         "inference/test_engine.py::test_messages_with_images_are_refused",

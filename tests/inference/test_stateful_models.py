@@ -22,11 +22,15 @@ SLOW = [
     "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
     "qwen3_5_text", "qwen3_next", "zaya",
 ]  # fmt: skip
+CLAMPED = {"nemotron_h"}
+"""Types whose own code bounds the time step of chunks, and not that of one token.
+
+They continue a prompt token by token, and recompute the tokens of a preempted request in a chunk.
+"""
 SLOWLY = pytest.mark.slow
 KINDS = [*FAST, *(pytest.param(kind, marks=SLOWLY) for kind in SLOW)]
+RECOMPUTED = [*FAST, *(pytest.param(k, marks=SLOWLY) for k in SLOW if k not in CLAMPED)]
 WEAK_STATES = ["mamba", *(pytest.param(k, marks=SLOWLY) for k in (*FAST, *SLOW) if k != "mamba")]
-CLAMPED = {"nemotron_h"}
-"""Types whose own code bounds the time step of chunks, and not that of one token."""
 NEW = 6
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=0)
 SCORED = SamplingParams(max_tokens=NEW, seed=3, ignore_eos=True, logprobs=0, prompt_logprobs=0)
@@ -73,6 +77,11 @@ def state_bytes(model) -> int:
     return sum(each.bytes for each in stateful_parts(model).values())
 
 
+def chunk_size(kind, size) -> int:
+    """Tokens of a step: all of a prompt for the types whose chunks are not their prompts."""
+    return 64 if kind in CLAMPED else size
+
+
 def page_bytes(model) -> int:
     return PagedCache.bytes_per_page(layer_shapes(model), 16, torch.float32)
 
@@ -86,7 +95,7 @@ def test_completions_are_those_of_generate(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_of_a_prompt_continue_its_state_in_rows_used_before(kind):
     model = tiny(kind)
-    size = 64 if kind in CLAMPED else 6
+    size = chunk_size(kind, 6)
     engine = Engine(model, max_num_batched_tokens=size, max_num_seqs=2, debug=True)
     assert_is_generate(model, engine.generate(PROMPTS, GREEDY))
 
@@ -115,7 +124,7 @@ def test_chunks_continue_a_state_that_hardly_matters(kind, size):
         np.testing.assert_allclose([x.logprob for x in found], expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RECOMPUTED)
 def test_a_preempted_request_is_computed_again(kind):
     model = tiny(kind)
     engine = Engine(model, page_size=16, max_num_seqs=3, max_model_len=64)
@@ -135,7 +144,7 @@ def occupy(engine, leave):
 def test_scores_are_those_of_a_plain_forward(kind):
     model = tiny(kind)
     contexts, ends = PROMPTS[2:4], [[[9, 8, 7], [5]], [[11, 12, 13, 14, 15]]]
-    engine = Engine(model, max_num_batched_tokens=64 if kind in CLAMPED else 13)
+    engine = Engine(model, max_num_batched_tokens=chunk_size(kind, 13))
     for context, several, scores in zip(contexts, ends, engine.score(contexts, ends), strict=True):
         for end, score in zip(several, scores, strict=True):
             ids = torch.tensor([context + end])
@@ -224,7 +233,8 @@ def train(kind, evaluate):
     model.set_attn_implementation("nopad")
     attach_loss(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    engine, evaluations = Engine(model, max_num_batched_tokens=9, max_num_seqs=2), []
+    engine = Engine(model, max_num_batched_tokens=chunk_size(kind, 9), max_num_seqs=2)
+    evaluations = []
     ends = torch.tensor([0, 5, 12], dtype=torch.int32)
     lengths = {"max_length_q": 7, "max_length_k": 7, "use_cache": False}
     ids = torch.arange(5, 17)[None]

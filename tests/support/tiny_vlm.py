@@ -26,7 +26,17 @@ TEXT = {
     "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 M_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
+QWEN = {
+    "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL",
+    "qwen3_vl_moe": "Qwen3VLMoe", "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe",
+}  # fmt: skip
+TYPES = (*QWEN, "smolvlm", "idefics3")
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+           "shared_expert_intermediate_size": 16}  # fmt: skip
+HYBRID = {
+    "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -46,8 +56,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def processor(model_type: str = "qwen2_5_vl"):
     """Its video processor would need torchvision, and is never called."""
     is_qwen = model_type.startswith("qwen")
-    names = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
-    name = names.get(model_type, "Idefics3") + "Processor"
+    shared = {name: "Qwen3VL" for name in QWEN if name.startswith("qwen3")}
+    name = (QWEN | shared).get(model_type, "Idefics3") + "Processor"
     unchecked = {"check_argument_for_proper_class": lambda *_: None}
     kind = type(name, (getattr(transformers, name),), unchecked)
     place = "<|vision_start|><|image_pad|><|vision_end|>" if is_qwen else "<image>"
@@ -79,9 +89,7 @@ def model(model_type: str = "qwen2_5_vl", attention="nopad"):
             image_token_id=ids("<image>"), pad_token_id=None,
         )  # fmt: skip
     else:
-        name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[
-            model_type
-        ]
+        name = QWEN[model_type]
         vision = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
         vision |= {"temporal_patch_size": 2}
         if model_type == "qwen2_vl":
@@ -91,8 +99,11 @@ def model(model_type: str = "qwen2_5_vl", attention="nopad"):
             vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
         else:
             vision |= {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24}
-            vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
-            text["head_dim"] = 8
+            vision |= {"num_position_embeddings": 64}
+            vision |= {"deepstack_visual_indexes": [0]} if "vl" in model_type else {}
+            text |= {"head_dim": 8}
+            text |= EXPERTS if "moe" in model_type else {}
+            text |= HYBRID if "qwen3_5" in model_type else {}
         config = getattr(transformers, name + "Config")(
             text_config={**text, "rope_parameters": M_ROPE},
             vision_config=vision,

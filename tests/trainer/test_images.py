@@ -16,7 +16,10 @@ from nopad.packing.encoding import Encoder
 from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring import check_run
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_vl", "idefics3")]
+FAST = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm")
+KINDS = [
+    pytest.param(kind, marks=[] if kind in FAST else [pytest.mark.slow]) for kind in tiny_vlm.TYPES
+]
 
 
 def dataset(kind: str, **settings) -> PackedDataset:
@@ -55,7 +58,7 @@ def gradient(model) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("attention", ["nopad", "sdpa"])
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "smolvlm", *SLOW])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_model_learns_from_packed_images_what_it_learns_one_by_one(kind, attention):
     model, documents = tiny_vlm.model(kind, attention), samples(kind)
     stock = deepcopy(model)
