@@ -10,6 +10,7 @@ from .document_states import (
     stateful_modules,
 )
 from .forward_context import current_varlen, forward_context
+from .image_attention import ImageAttention
 from .interface import register
 from .leak_check import (
     embeddings_replaced,
@@ -66,6 +67,7 @@ from .step_attention import STEP, running_layer
 __all__ = [
     "ATTN_IMPLEMENTATION",
     "STEP",
+    "ImageAttention",
     "PackedDifferences",
     "SequenceLimit",
     "StatePool",

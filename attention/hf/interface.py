@@ -66,7 +66,7 @@ def attention(
     params: Any = {"window": _window(module, kwargs), "softcap": softcap, "sinks": s_aux}
     params["scale"] = query.shape[-1] ** -0.5 if scaling is None else scaling
     if varlen is STEP:
-        return step_attention(*_flat_heads(query, key, value), **params)[None], None
+        return step_attention(*flat_heads(query, key, value), **params)[None], None
     compiling, layer, source = torch.compiler.is_compiling(), 0, "call"
     paged = varlen is not None and varlen.pages is not None
     if paged or not compiling:
@@ -84,11 +84,11 @@ def attention(
     if not compiling:
         check_model(module, varlen, rows, layer)
     params["causal"] = _is_causal(module, is_causal)
-    out = attend(*_flat_heads(query, key, value), varlen, layer=layer, **params)
+    out = attend(*flat_heads(query, key, value), varlen, layer=layer, **params)
     return out.view(rows, columns, *out.shape[1:]), None
 
 
-def _flat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def flat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(B, H, T, D) -> (B*T, H, D): a view, if the layer transposed a (B, T, H, D)."""
     tensors = _cast_to_one_dtype(query, key, value)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in tensors)

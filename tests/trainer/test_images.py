@@ -10,6 +10,7 @@ import tiny_run
 import tiny_vlm
 import torch
 from front_ends import FIRST_STEP_OF_LM
+from nopad.attention.hf import image_attention
 from nopad.collators import PackedCollator
 from nopad.packing import IGNORE_INDEX, Pack, PackedDataset
 from nopad.packing.encoding import Encoder
@@ -183,3 +184,19 @@ def test_a_validation_set_has_images_like_the_training_set():
 
     data = pack_like(dataset("smolvlm"), tiny_vlm.chats())
     assert sum(each is not None for pack in data for each in pack.images) == 3
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_a_layer_of_the_tower_attends_to_all_images_of_a_pack_in_one_call(kind, monkeypatch):
+    model, calls, attend = tiny_vlm.model(kind), [], image_attention.attend
+    monkeypatch.setattr(
+        image_attention,
+        "attend",
+        lambda *a, **k: (calls.append(a[3].cu_seqlens), attend(*a, **k))[1],
+    )
+    batch = PackedCollator()(Pack.of(samples(kind), budget=512))
+    loss = attach_loss(model)
+    model(**batch)
+    assert [bounds[-1] for bounds in calls] == [len(batch["pixel_values"])] * 2
+    loss.detach()
+    assert model.model.visual.config._attn_implementation == "nopad"

@@ -28,7 +28,7 @@ from .auxiliary_loss import AuxiliaryLoss, sum_weights
 from .cross_entropy import linear_cross_entropy
 from .document_boundaries import document_contexts, reset_states
 from .head_bypass import HeadBypass, NoLogits, bypass_of, has_plain_head, split_scale
-from .heads import find_head, prepare_positions, reads_context, run_per_document, score_losses
+from .heads import find_head, prepare_for_packs, reads_context, run_per_document, score_losses
 from .sequence_parallel import RowShards, check_shardable
 from .token_statistics import token_statistics
 
@@ -79,7 +79,7 @@ class AttachedLoss:
         if self._calls_loss:
             model.loss_function = self._loss
         self._find_bypass()  # now: it cannot be installed while the model is traced
-        self._position_hooks = prepare_positions(model)
+        self._hooks = prepare_for_packs(model)
         self.needs_context = self.keeps_state or reads_context(model)
         """Whether layers read the boundaries from the forward context."""
 
@@ -123,7 +123,7 @@ class AttachedLoss:
         if self._bypass is not None:
             self._bypass.remove()
         self._auxiliary.remove()
-        for hook in self._position_hooks:
+        for hook in self._hooks:
             hook.remove()
         self.reset_states.undo()
         if self._calls_loss:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ...attention import not_causal_lm_reason
-from ...attention.hf import is_encoder, position_offset
+from ...attention.hf import ImageAttention, is_encoder, position_offset
 from .packed_forward import PackLayout, backbone_unpacked
 
 Head = Literal["causal", "masked", "token", "document"]
@@ -56,8 +56,8 @@ def find_head(model: Any) -> Head:
     return kind
 
 
-def prepare_positions(model: Any) -> list[Any]:
-    """Make a model count the positions of packed batches as it does; return the hooks.
+def prepare_for_packs(model: Any) -> list[Any]:
+    """Prepare a model for the positions and the images of packs; return what `remove` undoes.
 
     RoBERTa counts from `pad_token_id + 1`, packed batches from 0.
     """
@@ -68,7 +68,10 @@ def prepare_positions(model: Any) -> list[Any]:
             return args, kwargs
         return args, {**kwargs, "position_ids": kwargs["position_ids"] + offset}
 
-    return [model.register_forward_pre_hook(add_offset, with_kwargs=True)] if offset else []
+    hooks: list[Any] = [ImageAttention(model)]
+    if offset:
+        hooks.append(model.register_forward_pre_hook(add_offset, with_kwargs=True))
+    return hooks
 
 
 def reads_context(model: Any) -> bool:

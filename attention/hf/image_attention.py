@@ -1,0 +1,64 @@
+"""Images of a pack in a vision tower: one call of `attend`, in which each image sees itself.
+
+    patches  ▒▒▒▒▒▒|▒▒|▒▒▒▒    boundaries of images, or of the windows in them
+
+Towers that know these boundaries pass them on only to attention with "flash" in its name; any other
+is called for every image or window alone, hundreds of times in each layer.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from ..attend import attend
+from ..varlen import Varlen
+from .interface import flat_heads
+from .mask_patch import ATTN_IMPLEMENTATION
+from .model_types import is_vision
+
+IMAGE_ATTENTION = "nopad_flash"
+"""The name of `image_attention` in Transformers."""
+
+
+class ImageAttention:
+    """Attention of the vision towers of a model over all images at once, until `remove`."""
+
+    def __init__(self, model: nn.Module):
+        AttentionInterface.register(IMAGE_ATTENTION, image_attention)
+        self._configs = [
+            module.config
+            for module in model.modules()
+            if is_vision(config := getattr(module, "config", None))
+            and config._attn_implementation == ATTN_IMPLEMENTATION
+            and "cu_seqlens" in signature(module.forward).parameters
+        ]
+        for config in self._configs:
+            config._attn_implementation = IMAGE_ATTENTION
+
+    def remove(self) -> None:
+        """Restore the towers' own way."""
+        for config in self._configs:
+            if config._attn_implementation == IMAGE_ATTENTION:
+                config._attn_implementation = ATTN_IMPLEMENTATION
+
+
+def image_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend through Transformers' attention interface: (1, H, T, D) in, (1, T, H, D) out."""
+    varlen = Varlen(cu_seq_lens_q, int(max_length_q))
+    out = attend(*flat_heads(query, key, value), varlen, scale=scaling, causal=False)
+    return out[None], None
