@@ -220,9 +220,7 @@ def vision_language(bench: Bench) -> Iterator[tuple[str, dict]]:
         return ImageRun(rows, bench.budget // 2, *steps, **options)  # pyright: ignore[reportArgumentType]
 
     stock = "sdpa" if bench.tiny else "flash_attention_2"
-    yield "padded", train_padded(
-        run(), model(stock), pad, rows, PADDED_BATCH_WITH_IMAGES
-    )
+    yield "padded", train_padded(run(), model(stock), pad, rows, PADDED_BATCH_WITH_IMAGES)
     yield "packed", train_packed(run(), model("nopad"))
 
 
