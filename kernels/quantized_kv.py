@@ -31,9 +31,9 @@ def quantize(x, INT8: tl.constexpr):
 
 @triton.jit
 def dot_operand(q, page_dtype: tl.constexpr):
-    """Return q [M, D] in a dtype that numbers of 8 bits are converted to at once, and scales [M, 1].
+    """Return q [M, D] in the dtype of its products with 8-bit numbers, and its scales [M, 1].
 
-    int8 to bfloat16 and fp8 to float16 take one instruction for two numbers, and no bit is lost.
+    fp8 is exact in float16, and converted two at a time; q has to fit into float16.
     """
     if page_dtype == tl.int8 or q.dtype == tl.float32:
         return q, tl.full([1, 1], 1.0, tl.float32)
