@@ -1,4 +1,4 @@
-"""Images of a pack in a vision tower: one call of `attend`, in which each image sees itself.
+"""`ImageAttention`: all images of a pack, isolated, in one `attend` call per vision-tower layer.
 
     patches  ▒▒▒▒▒▒|▒▒|▒▒▒▒    boundaries of images, or of the windows in them
 
