@@ -1,4 +1,4 @@
-"""The command line: commands are modules of cli/, training runs are modules of recipes/."""
+"""Dispatch `nopad COMMAND` to its module: a command of cli/, or a training run of recipes/."""
 
 from __future__ import annotations
 
