@@ -1,4 +1,4 @@
-"""Labels of documents: the targets of packs as `labels`, with the weight of each in the loss.
+"""Turn the targets of packed documents into the batch's `labels` and `loss_weights`.
 
     targets 3 | 0 | 2          labels [3, 0, 2]              one for each sequence of the batch
     targets [0, 1] | [1]       labels [[0, 1, 1]]            one for each token

@@ -1,4 +1,4 @@
-"""Open the sources and choose the reader: planned if lengths are known, streamed otherwise."""
+"""Open PackedDataset's sources; build its reader: planned if lengths are known, else streamed."""
 
 from __future__ import annotations
 

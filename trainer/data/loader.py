@@ -1,4 +1,4 @@
-"""The batches of one rank, optimizer step by optimizer step, and the data state of each step.
+"""`PackedLoader`: the batches of one rank, by optimizer step, with the data state after each step.
 
     PackedDataset ─▶ DataLoader workers ─▶ StepBatches: the packs of one optimizer step ─▶ batches
                                               │

@@ -1,4 +1,4 @@
-"""Evaluation by generation during training that leaves the training state unchanged.
+"""`GenerationEval`: one evaluation by generation: when it runs, its time limits, its report.
 
     every N steps ─▶ time budget ─▶ generate (all ranks) ─▶ metrics (rank 0) ─▶ Report (all ranks)
 

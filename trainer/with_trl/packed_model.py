@@ -1,4 +1,4 @@
-"""Mixin for TRL's trainers of padded batches: their models compute packs."""
+"""`PackedModelMixin`: TRL's trainers keep their padded batches, and the models compute packs."""
 
 from __future__ import annotations
 
