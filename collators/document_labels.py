@@ -1,4 +1,4 @@
-"""Turn the targets of packed documents into the batch's `labels` and `loss_weights`.
+"""`labels` of documents with targets, one each or one per token; `loss_weights`, 0 without one.
 
     targets 3 | 0 | 2          labels [3, 0, 2]              one for each sequence of the batch
     targets [0, 1] | [1]       labels [[0, 1, 1]]            one for each token

@@ -1,4 +1,4 @@
-"""Open PackedDataset's sources; build its reader: planned if lengths are known, else streamed."""
+"""Open the sources of `PackedDataset`; plan packs, encoding small sources first, or stream."""
 
 from __future__ import annotations
 

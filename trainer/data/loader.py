@@ -1,4 +1,4 @@
-"""`PackedLoader`: the batches of one rank, by optimizer step, with the data state after each step.
+"""`PackedLoader`: batches of a rank, each with its step's label count and the data state after.
 
     PackedDataset ─▶ DataLoader workers ─▶ StepBatches: the packs of one optimizer step ─▶ batches
                                               │

@@ -1,4 +1,4 @@
-"""`GenerationEval`: one evaluation by generation: when it runs, its time limits, its report.
+"""`GenerationEval`: every N steps, within time limits, generate and score; keep the best value.
 
     every N steps ─▶ time budget ─▶ generate (all ranks) ─▶ metrics (rank 0) ─▶ Report (all ranks)
 

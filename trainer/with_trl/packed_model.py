@@ -1,4 +1,4 @@
-"""`PackedModelMixin`: TRL's trainers keep their padded batches, and the models compute packs."""
+"""`PackedModelMixin` for TRL's trainers: batches stay padded, and the models compute packs."""
 
 from __future__ import annotations
 
