@@ -9,6 +9,7 @@ import pytest
 import tiny_run
 import tiny_vlm
 import torch
+import transformers
 from front_ends import FIRST_STEP_OF_LM
 from nopad.collators import PackedCollator
 from nopad.packing import IGNORE_INDEX, Pack, PackedDataset
@@ -165,6 +166,18 @@ def test_a_model_without_images_is_refused_with_a_processor():
     attach_loss(model)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM takes no images: pass .* tokenizer"):
         check_run(model, data)
+
+
+@pytest.mark.parametrize("kind", ["Gemma3", "Gemma4Unified", "Molmo2"])
+def test_a_model_that_sees_images_in_both_directions_is_refused(kind):
+    """The start check would not see it: without its mask, it is causal alone as well."""
+    kind = getattr(transformers, kind + "ForConditionalGeneration", None)
+    if kind is None:
+        pytest.skip(reason="this Transformers does not have it")
+    with torch.device("meta"):
+        model = kind._from_config(kind.config_class(), attn_implementation="nopad")
+    with pytest.raises(ValueError, match="sees an image in both directions"):
+        check_run(model, dataset("qwen2_5_vl"))
 
 
 def test_workers_make_the_same_pixels(tmp_path):
