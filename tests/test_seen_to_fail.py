@@ -1961,7 +1961,7 @@ FAULTS = {
     ),
     "nobody asks how a model sees images": (
         "trainer/test_images.py::"
-        "test_a_model_that_sees_images_in_both_directions_is_refused[Gemma4Unified]",
+        "test_a_model_that_sees_images_in_both_directions_is_refused[gemma4_unified]",
         "nopad.trainer.monitoring.preflight", "_image_samples = lambda *a: None",
     ),
     "the engine ignores images": (
