@@ -8,6 +8,8 @@ A model with random weights in the shape of a known one is trained in turns, in 
     packed     PackedTrainer on packs of 16,384 tokens of the same documents
     unbroken   PackedTrainer on rows of one document each: what boundaries cost (text only)
 
+Both trainings on images have nopad's attention in the vision tower.
+
 Hybrids then generate in the engine, 64 requests at once; the floor of a step is the time to read
 the weights and keys, and to read and write the states, at the copy bandwidth. Only useful tokens
 count. The losses of the first two differ, since their batches do. `--tiny` runs the same code with
@@ -21,7 +23,7 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +35,7 @@ import torch
 import transformers
 from bench_generation import ceilings
 from nopad import Engine, PackedDataset, SamplingParams
-from nopad.attention.hf import layer_shapes, stateful_parts
+from nopad.attention.hf import batch_images, layer_shapes, stateful_parts
 from nopad.collators import MaskedCollator
 from PIL import Image
 from record import header, write_record
@@ -45,6 +47,8 @@ from training.front_ends import Clock, Run, hf_arguments, hf_nopad
 from training.users import add_adapters
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer
 
+Arms = dict[str, Callable[[], dict[str, Any]]]
+"""What each arm of a cell measures; one that fails does not stop the others."""
 PADDED_BATCH = 8
 DELTA_NET = {
     "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 16, "vocab_size": 151936,
@@ -131,7 +135,7 @@ def _shrunk(sizes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def hybrid(bench: Bench, config_class: str, sizes: dict[str, Any]) -> Iterator[tuple[str, dict]]:
+def hybrid(bench: Bench, config_class: str, sizes: dict[str, Any]) -> Arms:
     """Train a causal LM with recurrent layers, then generate with it."""
     config = bench.config(config_class, {**sizes, "max_position_embeddings": 16384,
                                          "pad_token_id": 0})  # fmt: skip
@@ -143,14 +147,18 @@ def hybrid(bench: Bench, config_class: str, sizes: dict[str, Any]) -> Iterator[t
         with bench.device:
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
-    yield "padded", train_padded(bench.run(documents), model("sdpa"), pad_documents, documents)
-    yield "packed", train_packed(bench.run(documents), model("nopad"))
     rows = bench.documents(config.vocab_size, unbroken=True)
-    yield "unbroken", train_packed(bench.run(rows), model("nopad"))
-    yield "decode", decode(bench, model("nopad").to(torch.bfloat16).eval())
+    return {
+        "padded": lambda: train_padded(
+            bench.run(documents), model("sdpa"), pad_documents, documents
+        ),
+        "packed": lambda: train_packed(bench.run(documents), model("nopad")),
+        "unbroken": lambda: train_packed(bench.run(rows), model("nopad")),
+        "decode": lambda: decode(bench, model("nopad").to(torch.bfloat16).eval()),
+    }
 
 
-def encoder(bench: Bench) -> Iterator[tuple[str, dict]]:
+def encoder(bench: Bench) -> Arms:
     """Train ModernBERT-base as a masked LM."""
     ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "cls_token_id": 0,
            "sep_token_id": 0}  # fmt: skip
@@ -169,9 +177,13 @@ def encoder(bench: Bench) -> Iterator[tuple[str, dict]]:
         return masked([{"input_ids": row} for row in rows])
 
     stock = "sdpa" if bench.tiny else "flash_attention_2"
-    yield "padded", train_padded(bench.run(documents), model(stock), pad, documents)
     collator = MaskedCollator(tokenizer, seed=0)
-    yield "packed", train_packed(bench.run(documents), model("nopad"), data_collator=collator)
+    return {
+        "padded": lambda: train_padded(bench.run(documents), model(stock), pad, documents),
+        "packed": lambda: train_packed(
+            bench.run(documents), model("nopad"), data_collator=collator
+        ),
+    }
 
 
 @dataclass
@@ -185,7 +197,7 @@ class ImageRun(Run):
         return PackedDataset(rows, tokenizer=self.processor, budget=self.budget, epochs=epochs)
 
 
-def vision_language(bench: Bench) -> Iterator[tuple[str, dict]]:
+def vision_language(bench: Bench) -> Arms:
     """Train LoRA on Qwen2.5-VL-3B, with images of natural sizes."""
     processor = image_processor(bench)
     ids = processor.tokenizer.convert_tokens_to_ids
@@ -198,10 +210,14 @@ def vision_language(bench: Bench) -> Iterator[tuple[str, dict]]:
         torch.manual_seed(0)
         config._attn_implementation = attention
         dtype = torch.float32 if bench.tiny else torch.bfloat16
+        if attention != "nopad":
+            config.vision_config._attn_implementation = "sdpa"
         with bench.device:
             stock = transformers.Qwen2_5_VLForConditionalGeneration._from_config(
                 config, dtype=dtype
             )
+        # flash-attn may not be built for the tower's head dim of 80; one call per window is slow.
+        batch_images(stock, before="sdpa")
         return add_adapters(stock).train()
 
     def pad(rows: list[dict]) -> dict[str, Any]:
@@ -218,8 +234,10 @@ def vision_language(bench: Bench) -> Iterator[tuple[str, dict]]:
         return ImageRun(rows, bench.budget, *steps, **options)  # pyright: ignore[reportArgumentType]
 
     stock = "sdpa" if bench.tiny else "flash_attention_2"
-    yield "padded", train_padded(run(), model(stock), pad, rows)
-    yield "packed", train_packed(run(), model("nopad"))
+    return {
+        "padded": lambda: train_padded(run(), model(stock), pad, rows),
+        "packed": lambda: train_packed(run(), model("nopad")),
+    }
 
 
 def text_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
@@ -328,7 +346,7 @@ def decode(bench: Bench, model: nn.Module) -> dict[str, Any]:
     return {**row, "floor_ms": 1e3 * floor, "of_floor": floor / step}
 
 
-CELLS: dict[str, Callable[[Bench], Iterator[tuple[str, dict]]]] = {
+CELLS: dict[str, Callable[[Bench], Arms]] = {
     "qwen3.5-1b": partial(hybrid, config_class="Qwen3_5TextConfig", sizes=DELTA_NET),
     "bamba-1b": partial(hybrid, config_class="BambaConfig", sizes=MAMBA_2),
     "modernbert-base": encoder,
@@ -347,19 +365,16 @@ def main() -> None:
     record = {**header("models"), "budget": bench.budget, "cells": cells}
     for name in args.only:
         cells[name] = {}
-        arms = CELLS[name](bench)
-        while True:
+        for arm, measure in CELLS[name](bench).items():
             if torch.cuda.is_available():
                 gc.collect()
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             try:
-                arm, row = next(arms)
-            except StopIteration:
-                break
+                row = measure()
             except Exception as error:
                 traceback.print_exc(limit=-3)
-                arm, row = "error", {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+                row = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             cells[name][arm] = row
             write_record(record, args.record)
             figures = ", ".join(f"{key} {value}" for key, value in row.items())

@@ -10,6 +10,7 @@ from .document_states import (
     stateful_modules,
 )
 from .forward_context import current_varlen, forward_context
+from .image_attention import batch_images, unbatch_images
 from .interface import register
 from .leak_check import (
     embeddings_replaced,
@@ -71,6 +72,7 @@ __all__ = [
     "StatePool",
     "StatefulModule",
     "attention_layers",
+    "batch_images",
     "check_default_cache",
     "check_every_layer",
     "check_lengths",
@@ -117,6 +119,7 @@ __all__ = [
     "stateful_modules",
     "stateful_parts",
     "step_context",
+    "unbatch_images",
     "uninstall_mask_patch",
     "unsupported_reason",
     "wants_other_outputs",

@@ -179,6 +179,25 @@ def test_the_tower_attends_image_by_image_under_nopad(monkeypatch):
     assert lengths == patches * len(model.model.visual.blocks)
 
 
+def test_an_attached_loss_runs_all_images_of_a_tower_in_one_call(monkeypatch):
+    from nopad.attention.hf import image_attention
+
+    lengths, right = [], image_attention.attend
+
+    def spy(q, k, v, varlen, **options):
+        lengths.append(varlen.cu_seqlens.diff().tolist())
+        return right(q, k, v, varlen, **options)
+
+    monkeypatch.setattr(image_attention, "attend", spy)
+    model, batch = tiny_vlm.model("qwen3_vl"), PackedCollator()(Pack.of(samples("qwen3_vl"), 512))
+    loss = attach_loss(model)
+    model(**batch)
+    patches = batch["image_grid_thw"].prod(1).tolist()
+    assert lengths == [patches] * len(model.model.visual.blocks)
+    loss.detach()
+    assert model.config.vision_config._attn_implementation == "nopad"
+
+
 def test_a_model_without_images_is_refused_with_a_processor():
     model, data = tiny_run.model(), dataset("qwen2_5_vl", budget=128)
     model.config.max_position_embeddings = 128

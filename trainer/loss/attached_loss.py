@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...attention.hf import batch_images, unbatch_images
 from ...packing import IGNORE_INDEX
 from ...runtime import HostCopy, to_device, unwrap_peft
 from ..fsdp_unshard import full_tensor, unsharded_head
@@ -80,6 +81,7 @@ class AttachedLoss:
             model.loss_function = self._loss
         self._find_bypass()  # now: it cannot be installed while the model is traced
         self._position_hooks = prepare_positions(model)
+        batch_images(model)
         self.needs_context = self.keeps_state or reads_context(model)
         """Whether layers read the boundaries from the forward context."""
 
@@ -126,6 +128,7 @@ class AttachedLoss:
         for hook in self._position_hooks:
             hook.remove()
         self.reset_states.undo()
+        unbatch_images(self.model)
         if self._calls_loss:
             del self.model._loss_function
         del self.model.forward
@@ -256,15 +259,13 @@ class AttachedLoss:
             scores = score_losses(self.model, logits, targets, weights is not None, self.options)
             if scores is not None:
                 return self._sum(scores, divisor, weights)
+        labels, smoothing = targets.flatten(), self.options["label_smoothing"]
         if self.measures_tokens:
-            self.token_statistics = token_statistics(logits, targets.flatten())
+            self.token_statistics = token_statistics(logits, labels)
         losses = nn.functional.cross_entropy(
-            logits,
-            targets.flatten(),
-            reduction="none",
-            label_smoothing=self.options["label_smoothing"],
+            logits, labels, reduction="none", label_smoothing=smoothing
         )
-        squares = torch.logsumexp(logits, -1).square() * (targets.flatten() != IGNORE_INDEX)
+        squares = torch.logsumexp(logits, -1).square() * (labels != IGNORE_INDEX)
         losses = (losses + self.options["z_loss"] * squares).view_as(targets)
         return self._sum(losses, divisor, weights)
 

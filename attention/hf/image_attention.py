@@ -1,0 +1,61 @@
+"""Attention of vision towers: all images of a pack in one call.
+
+Towers like Qwen's know where each image, or window of one, begins. They pass that to attention
+implementations with "flash" in their names only; for others they call once for each window.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from ..attend import attend
+from ..varlen import Varlen
+from .mask_patch import ATTN_IMPLEMENTATION
+from .model_types import is_vision
+
+IMAGES_IMPLEMENTATION = "nopad_flash"
+
+
+def batch_images(model: nn.Module, before: str = ATTN_IMPLEMENTATION) -> None:
+    """Let vision towers attend to all images in one call, if their attention is now `before`."""
+    AttentionInterface.register(IMAGES_IMPLEMENTATION, image_attention)
+    _rename(model, before, IMAGES_IMPLEMENTATION)
+
+
+def unbatch_images(model: nn.Module) -> None:
+    """Give these towers nopad's other attention back."""
+    _rename(model, IMAGES_IMPLEMENTATION, ATTN_IMPLEMENTATION)
+
+
+def _rename(model: nn.Module, before: str, after: str) -> None:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        is_tower = is_vision(config) and config._attn_implementation == before
+        if is_tower and "cu_seqlens" in inspect.signature(module.forward).parameters:
+            config._attn_implementation = after
+
+
+def image_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None = None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend inside each image, or each window of one: (1, H, T, D) in, (1, T, H, D) out."""
+    if dropout:
+        raise ValueError(f"attention dropout of {dropout} in a vision tower: set it to 0")
+    varlen = Varlen(cu_seq_lens_q.to(torch.int32), int(max_length_q))
+    q, k, v = (x.to(value.dtype)[0].transpose(0, 1) for x in (query, key, value))
+    return attend(q, k, v, varlen, scale=scaling, causal=False)[None], None
