@@ -1966,7 +1966,7 @@ FAULTS = {
     ),
     "all images of a pack are one": (
         "trainer/test_images.py::"
-        "test_a_model_learns_from_packed_images_what_it_learns_one_by_one[nopad-qwen3_vl]",
+        "test_a_model_learns_from_packed_images_what_it_learns_one_by_one[qwen3_vl-nopad]",
         "nopad.attention.hf.image_attention",
         "right = image_attention\n"
         "image_attention = lambda *args, cu_seq_lens_q, max_length_q, **named: right(\n"
