@@ -230,8 +230,8 @@ def vision_language(bench: Bench) -> Arms:
 
     def run() -> ImageRun:
         steps = (2, 2) if bench.tiny else (4, 6)
-        options = {"bf16": not bench.tiny, "workers": 4, "processor": processor}
-        return ImageRun(rows, bench.budget, *steps, **options)  # pyright: ignore[reportArgumentType]
+        options: Any = {"bf16": not bench.tiny, "workers": 4, "processor": processor}
+        return ImageRun(rows, bench.budget, *steps, **options)
 
     stock = "sdpa" if bench.tiny else "flash_attention_2"
     return {

@@ -1962,7 +1962,7 @@ FAULTS = {
     "every image has a call of its own": (
         "trainer/test_images.py::"
         "test_an_attached_loss_runs_all_images_of_a_tower_in_one_call",
-        "nopad.attention.hf.image_attention", "batch_images = lambda model: None",
+        "nopad.attention.hf.image_attention", "batch_images = lambda model: []",
     ),
     "all images of a pack are one": (
         "trainer/test_images.py::"

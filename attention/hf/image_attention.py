@@ -17,14 +17,19 @@ from ..attend import attend
 from ..varlen import Varlen
 from .mask_patch import ATTN_IMPLEMENTATION
 from .model_types import is_vision
+from .state_pool import BOUNDARIES
 
 IMAGES_IMPLEMENTATION = "nopad_flash"
 
 
-def batch_images(model: nn.Module, before: str = ATTN_IMPLEMENTATION) -> None:
-    """Let vision towers attend to all images in one call, if their attention is now `before`."""
+def batch_images(model: nn.Module, before: str = ATTN_IMPLEMENTATION) -> list[Any]:
+    """Let vision towers attend to all images in one call, if their attention is now `before`.
+
+    Returns hooks: before Transformers 5.22, towers get the boundaries of the text as well.
+    """
     AttentionInterface.register(IMAGES_IMPLEMENTATION, image_attention)
-    _rename(model, before, IMAGES_IMPLEMENTATION)
+    towers = _rename(model, before, IMAGES_IMPLEMENTATION)
+    return [m.register_forward_pre_hook(_without_text, with_kwargs=True) for m in towers]
 
 
 def unbatch_images(model: nn.Module) -> None:
@@ -32,12 +37,22 @@ def unbatch_images(model: nn.Module) -> None:
     _rename(model, IMAGES_IMPLEMENTATION, ATTN_IMPLEMENTATION)
 
 
-def _rename(model: nn.Module, before: str, after: str) -> None:
+def _rename(model: nn.Module, before: str, after: str) -> list[nn.Module]:
+    """Rename the attention of towers that know the boundaries of images; return its modules."""
+    found, configs = [], {}
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         is_tower = is_vision(config) and config._attn_implementation == before
         if is_tower and "cu_seqlens" in inspect.signature(module.forward).parameters:
-            config._attn_implementation = after
+            found.append(module)
+            configs[id(config)] = config
+    for config in configs.values():
+        config._attn_implementation = after
+    return found
+
+
+def _without_text(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    return args, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
 
 
 def image_attention(

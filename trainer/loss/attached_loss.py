@@ -80,8 +80,7 @@ class AttachedLoss:
         if self._calls_loss:
             model.loss_function = self._loss
         self._find_bypass()  # now: it cannot be installed while the model is traced
-        self._position_hooks = prepare_positions(model)
-        batch_images(model)
+        self._hooks = [*prepare_positions(model), *batch_images(model)]
         self.needs_context = self.keeps_state or reads_context(model)
         """Whether layers read the boundaries from the forward context."""
 
@@ -125,7 +124,7 @@ class AttachedLoss:
         if self._bypass is not None:
             self._bypass.remove()
         self._auxiliary.remove()
-        for hook in self._position_hooks:
+        for hook in self._hooks:
             hook.remove()
         self.reset_states.undo()
         unbatch_images(self.model)
