@@ -22,7 +22,7 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,8 +46,9 @@ from training.front_ends import Clock, Run, hf_arguments, hf_nopad
 from training.users import add_adapters
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer
 
-PADDED_BATCH = 8
-PADDED_BATCH_WITH_IMAGES = 4
+Arms = dict[str, Callable[[], dict[str, Any]]]
+"""What each arm of a cell measures; one that fails does not stop the others."""
+PADDED_BATCH, PADDED_BATCH_WITH_IMAGES = 8, 4
 DELTA_NET = {
     "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 16, "vocab_size": 151936,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
@@ -133,7 +134,7 @@ def _shrunk(sizes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def hybrid(bench: Bench, config_class: str, sizes: dict[str, Any]) -> Iterator[tuple[str, dict]]:
+def hybrid(bench: Bench, config_class: str, sizes: dict[str, Any]) -> Arms:
     """Train a causal LM with recurrent layers, then generate with it."""
     config = bench.config(config_class, {**sizes, "max_position_embeddings": 16384,
                                          "pad_token_id": 0})  # fmt: skip
@@ -145,14 +146,18 @@ def hybrid(bench: Bench, config_class: str, sizes: dict[str, Any]) -> Iterator[t
         with bench.device:
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
-    yield "padded", train_padded(bench.run(documents), model("sdpa"), pad_documents, documents)
-    yield "packed", train_packed(bench.run(documents), model("nopad"))
     rows = bench.documents(config.vocab_size, unbroken=True)
-    yield "unbroken", train_packed(bench.run(rows), model("nopad"))
-    yield "decode", decode(bench, model("nopad").to(torch.bfloat16).eval())
+    return {
+        "padded": lambda: train_padded(
+            bench.run(documents), model("sdpa"), pad_documents, documents
+        ),
+        "packed": lambda: train_packed(bench.run(documents), model("nopad")),
+        "unbroken": lambda: train_packed(bench.run(rows), model("nopad")),
+        "decode": lambda: decode(bench, model("nopad").to(torch.bfloat16).eval()),
+    }
 
 
-def encoder(bench: Bench) -> Iterator[tuple[str, dict]]:
+def encoder(bench: Bench) -> Arms:
     """Train ModernBERT-base as a masked LM."""
     ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "cls_token_id": 0,
            "sep_token_id": 0}  # fmt: skip
@@ -171,9 +176,13 @@ def encoder(bench: Bench) -> Iterator[tuple[str, dict]]:
         return masked([{"input_ids": row} for row in rows])
 
     stock = "sdpa" if bench.tiny else "flash_attention_2"
-    yield "padded", train_padded(bench.run(documents), model(stock), pad, documents)
     collator = MaskedCollator(tokenizer, seed=0)
-    yield "packed", train_packed(bench.run(documents), model("nopad"), data_collator=collator)
+    return {
+        "padded": lambda: train_padded(bench.run(documents), model(stock), pad, documents),
+        "packed": lambda: train_packed(
+            bench.run(documents), model("nopad"), data_collator=collator
+        ),
+    }
 
 
 @dataclass
@@ -187,7 +196,7 @@ class ImageRun(Run):
         return PackedDataset(rows, tokenizer=self.processor, budget=self.budget, epochs=epochs)
 
 
-def vision_language(bench: Bench) -> Iterator[tuple[str, dict]]:
+def vision_language(bench: Bench) -> Arms:
     """Train LoRA on Qwen2.5-VL-3B, with images of natural sizes."""
     processor = image_processor(bench)
     ids = processor.tokenizer.convert_tokens_to_ids
@@ -216,12 +225,14 @@ def vision_language(bench: Bench) -> Iterator[tuple[str, dict]]:
 
     def run() -> ImageRun:
         steps = (2, 2) if bench.tiny else (4, 6)
-        options = {"bf16": not bench.tiny, "workers": 4, "processor": processor}
-        return ImageRun(rows, bench.budget // 2, *steps, **options)  # pyright: ignore[reportArgumentType]
+        options: Any = {"bf16": not bench.tiny, "workers": 4, "processor": processor}
+        return ImageRun(rows, bench.budget // 2, *steps, **options)
 
     stock = "sdpa" if bench.tiny else "flash_attention_2"
-    yield "padded", train_padded(run(), model(stock), pad, rows, PADDED_BATCH_WITH_IMAGES)
-    yield "packed", train_packed(run(), model("nopad"))
+    return {
+        "padded": lambda: train_padded(run(), model(stock), pad, rows, PADDED_BATCH_WITH_IMAGES),
+        "packed": lambda: train_packed(run(), model("nopad")),
+    }
 
 
 def text_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
@@ -334,7 +345,7 @@ def decode(bench: Bench, model: nn.Module) -> dict[str, Any]:
     return {**row, "floor_ms": 1e3 * floor, "of_floor": floor / step}
 
 
-CELLS: dict[str, Callable[[Bench], Iterator[tuple[str, dict]]]] = {
+CELLS: dict[str, Callable[[Bench], Arms]] = {
     "qwen3.5-1b": partial(hybrid, config_class="Qwen3_5TextConfig", sizes=DELTA_NET),
     "bamba-1b": partial(hybrid, config_class="BambaConfig", sizes=MAMBA_2),
     "modernbert-base": encoder,
@@ -353,19 +364,16 @@ def main() -> None:
     record = {**header("models"), "budget": bench.budget, "cells": cells}
     for name in args.only:
         cells[name] = {}
-        arms = CELLS[name](bench)
-        while True:
+        for arm, measure in CELLS[name](bench).items():
             if torch.cuda.is_available():
                 gc.collect()
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             try:
-                arm, row = next(arms)
-            except StopIteration:
-                break
+                row = measure()
             except Exception as error:
                 traceback.print_exc(limit=-3)
-                arm, row = "error", {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+                row = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
             cells[name][arm] = row
             write_record(record, args.record)
             figures = ", ".join(f"{key} {value}" for key, value in row.items())

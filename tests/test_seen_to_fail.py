@@ -1916,13 +1916,6 @@ FAULTS = {
         "packing/test_images.py::test_a_sample_with_images_is_never_cut",
         "nopad.packing.images", "check_uncut = lambda *a: None",
     ),
-    "images of a pack see each other in the tower": (
-        "trainer/test_images.py::"
-        "test_a_model_learns_from_packed_images_what_it_learns_one_by_one[qwen2_5_vl-nopad]",
-        "nopad.attention.hf.image_attention",
-        "right = Varlen\n"
-        "Varlen = lambda bounds, longest: right(bounds[[0, -1]], int(bounds[-1]))",
-    ),
     "the grid of an image goes to its neighbour": (
         "trainer/test_images.py::"
         "test_the_start_check_passes_images_and_catches_those_of_a_neighbour[qwen2_5_vl]",
@@ -1965,6 +1958,29 @@ FAULTS = {
         "trainer/loss/test_document_boundaries.py::"
         "test_a_step_of_every_front_end_is_that_of_its_documents",
         "nopad.trainer.loss.document_boundaries", "stateful_modules = lambda model: []",
+    ),
+    "every image has a call of its own": (
+        "trainer/test_images.py::"
+        "test_an_attached_loss_runs_all_images_of_a_tower_in_one_call",
+        "nopad.attention.hf.image_attention", "is_vision = lambda config: False",
+    ),
+    "all images of a pack are one": (
+        "trainer/test_images.py::"
+        "test_a_model_learns_from_packed_images_what_it_learns_one_by_one[qwen3_vl-nopad]",
+        "nopad.attention.hf.image_attention",
+        "right = image_attention\n"
+        "image_attention = lambda *args, cu_seq_lens_q, max_length_q, **named: right(\n"
+        "    *args, cu_seq_lens_q=cu_seq_lens_q[[0, -1]],\n"
+        "    max_length_q=int(cu_seq_lens_q[-1]), **named)",
+    ),
+    "a hybrid may score": (
+        "trainer/with_trl/test_preference_trainers.py::test_rewards_of_a_hybrid_are_refused",
+        "nopad.trainer.with_trl.packed_model", "declared_state = lambda model: None",
+    ),
+    "nobody asks how a model sees images": (
+        "trainer/test_images.py::"
+        "test_a_model_that_sees_images_in_both_directions_is_refused[gemma4_unified]",
+        "nopad.trainer.monitoring.preflight", "_image_samples = lambda *a: None",
     ),
     "the engine ignores images": (
         "inference/test_engine.py::test_messages_with_images_are_refused",

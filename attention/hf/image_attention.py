@@ -20,6 +20,7 @@ from ..varlen import Varlen
 from .interface import flat_heads
 from .mask_patch import ATTN_IMPLEMENTATION
 from .model_types import is_vision
+from .state_pool import BOUNDARIES
 
 IMAGE_ATTENTION = "nopad_flash"
 """The name of `image_attention` in Transformers."""
@@ -30,21 +31,33 @@ class ImageAttention:
 
     def __init__(self, model: nn.Module):
         AttentionInterface.register(IMAGE_ATTENTION, image_attention)
-        self._configs = [
-            module.config
-            for module in model.modules()
-            if is_vision(config := getattr(module, "config", None))
-            and config._attn_implementation == ATTN_IMPLEMENTATION
-            and "cu_seqlens" in signature(module.forward).parameters
+        modules = [m for m in model.modules() if _knows_images(m)]
+        # Before Transformers 5.22, towers get the boundaries of the text as well.
+        self._hooks = [
+            m.register_forward_pre_hook(_without_text, with_kwargs=True) for m in modules
         ]
+        self._configs = [module.config for module in modules]
         for config in self._configs:
             config._attn_implementation = IMAGE_ATTENTION
 
     def remove(self) -> None:
         """Restore the towers' own way."""
+        for hook in self._hooks:
+            hook.remove()
         for config in self._configs:
             if config._attn_implementation == IMAGE_ATTENTION:
                 config._attn_implementation = ATTN_IMPLEMENTATION
+
+
+def _knows_images(module: nn.Module) -> bool:
+    """Return whether a module is attention of a tower that knows the boundaries of images."""
+    config: Any = getattr(module, "config", None)
+    is_tower = is_vision(config) and config._attn_implementation == ATTN_IMPLEMENTATION
+    return is_tower and "cu_seqlens" in signature(module.forward).parameters
+
+
+def _without_text(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+    return args, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
 
 
 def image_attention(

@@ -11,6 +11,7 @@ import torch
 
 from ...attention.hf import (
     ATTN_IMPLEMENTATION,
+    declared_state,
     unsupported_reason,
     zero_weights_filled,
 )
@@ -159,8 +160,13 @@ def _set_attention(model: Any) -> None:
 
 
 def _check_isolation(model: Any) -> None:
-    if model.get_output_embeddings() is None:
-        return  # a classifier: the check reads the logits of all tokens
+    if model.get_output_embeddings() is None:  # a classifier: the check reads logits of all tokens
+        if (state := declared_state(model)) is not None:
+            raise ValueError(
+                f"{type(model).__name__} keeps a state ({state}), which would pass from one packed "
+                "sequence to the next: use TRL's trainer"
+            )
+        return
     with torch.inference_mode(False), zero_weights_filled(model):
         leak = measure_leak(model)
     if leak:

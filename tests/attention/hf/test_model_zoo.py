@@ -9,6 +9,7 @@ so the list can only shrink.
 
 import pytest
 import torch
+import transformers
 from nopad.attention import Varlen, check_every_layer, forward_context, unsupported_reason
 from nopad.attention.hf import (
     check_packed,
@@ -22,6 +23,7 @@ from nopad.attention.hf.call_log import attention_layers
 from nopad.cli.doctor_isolation import with_attention
 from nopad.cli.tiny_model import tiny_model
 from nopad.trainer.loss import attach_loss
+from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -137,16 +139,22 @@ def unused_rules(model):
     return changes
 
 
+NEWER = {"moss_transcribe_diarize"}
+"""Types that the oldest Transformers we support does not have."""
+
+
 def marks(kind):
     return [] if kind in _FAST.split() else [pytest.mark.slow]
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks(kind)) for kind in TYPES])
 def test_packed_is_one_by_one_is_paged_except_where_listed(kind):
+    if kind == "moshi" and Version(transformers.__version__) < Version("5.22"):
+        pytest.skip(reason="its eager attention is causal with a mask only")
     outcome, details = examine(kind)
     assert outcome == EXCEPTIONS.get(kind, "right"), f"{kind}: {outcome}: {details}"
 
 
 def test_at_least_eighty_types_are_held_to_it():
-    assert {*EXCEPTIONS, *_FAST.split()} <= set(TYPES)
+    assert {*EXCEPTIONS, *_FAST.split()} - NEWER <= set(TYPES)
     assert len(TYPES) - len(EXCEPTIONS) >= 80

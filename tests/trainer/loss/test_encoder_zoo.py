@@ -79,5 +79,6 @@ def test_packed_is_one_by_one_except_where_listed(kind):
 
 
 def test_many_types_are_held_to_it():
-    assert {*EXCEPTIONS, *FAST} <= {*TYPES}
+    newer = {"ultravbert"}  # than the oldest Transformers we support
+    assert {*EXCEPTIONS, *FAST} - newer <= {*TYPES}
     assert len(TYPES) - len(EXCEPTIONS) >= 19

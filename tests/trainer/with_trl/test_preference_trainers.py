@@ -15,6 +15,8 @@ from nopad.trainer.with_trl import (  # noqa: E402
     PackedRewardTrainer,
 )
 from transformers import (  # noqa: E402
+    JambaConfig,
+    JambaForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -129,6 +131,14 @@ def test_packed_rewards_equal_padded_rewards(data, tmp_path):
         for kind in (PackedRewardTrainer, trl.RewardTrainer)
     ]
     check_equal(*run)
+
+
+def test_rewards_of_a_hybrid_are_refused(tmp_path):
+    layers = {"mamba_expand": 1, "use_mamba_kernels": False}
+    config = JambaConfig(**SMALL, **layers, num_labels=1)
+    model = JambaForSequenceClassification(config)
+    with pytest.raises(ValueError, match=r"keeps a state \(Jamba\w+\).* use TRL's trainer"):
+        build(PackedRewardTrainer, trl.RewardConfig, model, tmp_path)
 
 
 def test_packed_kto_equals_padded_kto(tmp_path):
