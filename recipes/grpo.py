@@ -160,12 +160,13 @@ def pretrain(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
 
 def character_tokenizer() -> Any:
     """Return a tokenizer of digits, "+" and "="."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     ids = {token: number for number, token in enumerate(["<eos>", *"0123456789+="])}
     inner = Tokenizer(models.WordLevel(ids, unk_token="<eos>"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()  # otherwise "12" is decoded as "1 2"
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>")
 
 

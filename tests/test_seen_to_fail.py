@@ -548,6 +548,15 @@ FAULTS = {
         "nopad.cli.data_report.html_page",
         "escape = str",
     ),
+    "digits are decoded with spaces between them": (
+        "recipes/test_trl_recipes.py::test_an_answer_of_several_digits_is_rewarded",
+        "nopad.recipes.grpo",
+        "right = character_tokenizer\n"
+        "def character_tokenizer():\n"
+        "    tokenizer = right()\n"
+        "    tokenizer.backend_tokenizer.decoder = None\n"
+        "    return tokenizer",
+    ),
     "anything is Python": (
         "recipes/support/test_stdlib_corpus.py::"
         "test_a_completion_counts_if_python_can_parse_enough_of_it",
