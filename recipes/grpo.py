@@ -38,7 +38,7 @@ from nopad.recipes.train_hf import train_in_folder
 
 SHOWN = ("reward", "completions/mean_length")
 """Metrics in the plot of a run."""
-PRETRAIN_STEPS = 200
+PRETRAIN_STEPS = 400
 """Steps on sums of which half are wrong, for the small Llama."""
 
 
