@@ -38,7 +38,7 @@ from nopad.recipes.train_hf import train_in_folder
 
 SHOWN = ("reward", "completions/mean_length")
 """Metrics in the plot of a run."""
-PRETRAIN_STEPS = 200
+PRETRAIN_STEPS = 400
 """Steps on sums of which half are wrong, for the small Llama."""
 
 
@@ -160,12 +160,13 @@ def pretrain(model: Any, tokenizer: Any, args: argparse.Namespace) -> None:
 
 def character_tokenizer() -> Any:
     """Return a tokenizer of digits, "+" and "="."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     ids = {token: number for number, token in enumerate(["<eos>", *"0123456789+="])}
     inner = Tokenizer(models.WordLevel(ids, unk_token="<eos>"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()  # otherwise "12" is decoded as "1 2"
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>")
 
 

@@ -455,8 +455,9 @@ FAULTS = {
         "fsdp_hook_ids = lambda module: {module._get_fsdp_state()._pre_forward_hook_handle.id}",
     ),
     "the start check leaves parameters gathered": (
-        "trainer/layouts/test_front_end_layouts.py", "nopad.trainer.monitoring.preflight",
-        "reshard = lambda model: None",
+        "trainer/monitoring/test_preflight.py::"
+        "test_the_parameters_of_an_fsdp_model_are_sharded_after_the_check",
+        "nopad.trainer.monitoring.preflight", "reshard = lambda model: None",
     ),
     "a layout that was told is forgotten before the first batch": (
         "trainer/layouts/test_model_parallel.py::"
@@ -546,6 +547,15 @@ FAULTS = {
         "cli/test_inspect_data.py::test_the_page_is_one_file_that_data_cannot_write_code_into",
         "nopad.cli.data_report.html_page",
         "escape = str",
+    ),
+    "digits are decoded with spaces between them": (
+        "recipes/test_trl_recipes.py::test_an_answer_of_several_digits_is_rewarded",
+        "nopad.recipes.grpo",
+        "right = character_tokenizer\n"
+        "def character_tokenizer():\n"
+        "    tokenizer = right()\n"
+        "    tokenizer.backend_tokenizer.decoder = None\n"
+        "    return tokenizer",
     ),
     "anything is Python": (
         "recipes/support/test_stdlib_corpus.py::"
@@ -998,7 +1008,7 @@ FAULTS = {
     "layers are counted before a model is refused": (
         "attention/hf/test_model_support.py::"
         "test_a_model_has_the_same_reason_after_another_forward_was_bound_to_it",
-        "nopad.attention.hf.model_support", "check_supported = lambda model: None",
+        "nopad.attention.hf.model_support", "check_supported = lambda *_, **__: None",
     ),
     "the packer chooses from the whole schedule": (
         "packing/ordering/test_mixture.py::test_the_trained_packs_follow_changing_weights",
@@ -1047,8 +1057,7 @@ FAULTS = {
         "packing/test_preparation_progress.py::"
         "test_one_of_several_workers_announces_the_compilation",
         "nopad.packing.preparation_progress",
-        "from types import SimpleNamespace\n"
-        "sys = SimpleNamespace(modules={}, stderr=sys.stderr)",
+        "say = lambda message: print(message, file=sys.stderr)",
     ),
     "compilation is silent": (
         "packing/test_preparation_progress.py::"

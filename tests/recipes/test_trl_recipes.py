@@ -35,6 +35,13 @@ def test_grpo_resumes_with_the_weights_of_an_uninterrupted_run(tmp_path, capsys)
     assert weights(whole) == expected
 
 
+def test_an_answer_of_several_digits_is_rewarded():
+    tokenizer = grpo.character_tokenizer()
+    ids = tokenizer("3+9=12")["input_ids"]
+    assert tokenizer.decode(ids) == "3+9=12"
+    assert grpo.correct([tokenizer.decode(ids[4:])], ["12"]) == [1.0]
+
+
 def test_dpo_learns_pairs_from_solutions(tmp_path, capsys):
     base = small_inputs.checkpoint(tmp_path)
     rows = [{"question": f"w{n}", "answer": f"w{n} {n}"} for n in range(8)]

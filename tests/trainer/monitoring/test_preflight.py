@@ -11,12 +11,17 @@ from nopad.attention.hf import probe_rows
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.collators import PackedCollator
 from nopad.packing import PackedDataset
+from nopad.runtime import destroy_group
 from nopad.trainer.data import PackedLoader
 from nopad.trainer.data.model_limits import ModelLimits
 from nopad.trainer.monitoring import check_run
 from nopad.trainer.monitoring.packing_difference import measure_difference, measure_leak
 from nopad.trainer.monitoring.preflight import check_batches, check_first_batches
 from odd_models import odd_model
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -241,3 +246,15 @@ def test_the_check_leaves_every_module_in_its_mode():
     before = [module.training for module in model.modules()]
     measure_leak(model)
     assert [module.training for module in model.modules()] == before
+
+
+def test_the_parameters_of_an_fsdp_model_are_sharded_after_the_check(tmp_path, monkeypatch):
+    """An optimizer of gathered parameters would never update the shards."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = fully_shard(tiny_run.model(), mesh=init_device_mesh("cpu", (1,)))
+        check_run(model, tiny_run.dataset())
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    finally:
+        destroy_group()
