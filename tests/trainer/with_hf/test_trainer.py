@@ -49,6 +49,11 @@ def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(one, two):
     assert np.allclose(one[0]["curve"], two[0]["curve"], rtol=1e-5)
 
 
+def test_tokens_seen_are_the_sum_over_ranks(one, two):
+    tokens = 2 * tiny_run.dataset(19).report()["packed_tokens"]
+    assert [rank["totals"] for rank in (*one, *two)] == [[tokens] * 2] * 3
+
+
 def test_epochs_end_after_the_same_step_on_all_ranks(one, two):
     assert two[0]["ends"][0] == two[1]["ends"][0] == -(-one[0]["ends"][0] // 2)
 
