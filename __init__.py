@@ -1,4 +1,4 @@
-"""nopad: no padding in training, no padding in evaluation.
+"""nopad: sequence packing for training and an inference engine for evaluation, without padding.
 
     from nopad import PackedDataset, PackedCollator, PackedTrainer, Engine, SamplingParams
 

@@ -1,4 +1,4 @@
-"""The command line: commands are modules of cli/, training runs are modules of recipes/."""
+"""`nopad COMMAND`: run the module of a command in cli/, or that of a training run in recipes/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attention function: packed training rows, prefills, decodes and any mix of them.
+"""`attend`: attention over packed rows, or over the paged KV cache, which it writes first.
 
 attend ─▶ select a backend ─┬─ no pages ─▶ packed: keys are the step's tokens; differentiable
                             └─ pages ────▶ write the step's keys and values, then read all of them

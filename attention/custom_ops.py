@@ -1,4 +1,4 @@
-"""Custom operators for torch.compile: calls that it must not trace, with known output shapes.
+"""Attention and KV writes as custom operators, which torch.compile does not trace into.
 
 Eager code calls the backends directly. Under compilation, packed attention, paged reads and writes
 appear in the graph as one operator each. Packed rows select their backend when the operator runs,

@@ -1,4 +1,4 @@
-"""The reference: attention in plain torch, one sequence at a time, in any precision.
+"""Reference attention in plain torch, one sequence at a time, in any precision.
 
 Every backend is compared with it in fp32: a backend's error may be at most twice the error of this
 function in the backend's own precision.

@@ -1,4 +1,4 @@
-"""`nopad doctor MODEL`: does attention leak between the documents of a pack?
+"""`nopad doctor MODEL`: do packed documents leak, does generation match training, do ranks agree?
 
     nopad doctor path/to/checkpoint          check its own weights
     nopad doctor path/to/config.json         check a tiny model of that config

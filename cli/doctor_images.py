@@ -1,4 +1,4 @@
-"""`nopad doctor` on vision-language models: packs with images of several sizes, and one by one.
+"""`nopad doctor` on vision-language models: packs with images against their documents one by one.
 
 A checkpoint is checked with its own processor. A tiny model of a type has none, so that only the
 start of a training run can check its images.

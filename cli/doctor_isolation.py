@@ -1,4 +1,4 @@
-"""Are packed documents isolated from each other? One result per attention implementation.
+"""`nopad doctor MODEL`: compare packs with documents alone; print which attention is right.
 
 The reference is the same model with eager attention, run on the documents one by one.
 """

@@ -1,4 +1,4 @@
-"""Load models and tokenizers named on the command line.
+"""Load models, tokenizers and chat templates that are named on the command line.
 
 The functions are those of `nopad.inference.pretrained`, imported late because it loads torch.
 """

@@ -1,4 +1,4 @@
-"""Files of prompts: lines of text, JSON objects one per line, or one JSON list.
+"""Read prompts from a file: lines of text, JSON objects one per line, or one JSON list.
 
     prompts.txt    Once upon a time
     chats.jsonl    {"messages": [{"role": "user", "content": "Lily"}], "max_tokens": 8}

@@ -1,4 +1,4 @@
-"""Tiny models with random weights: every kind of layer that a config, or a model type, can have.
+"""Build tiny random models with every kind of layer that a config, or a model type, can have.
 
 Kinds of layers that cannot be built small are reported, because the check does not cover them.
 """

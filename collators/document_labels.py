@@ -1,4 +1,4 @@
-"""Labels of documents: the targets of packs as `labels`, with the weight of each in the loss.
+"""`labels` of documents with targets, one each or one per token; `loss_weights`, 0 without one.
 
     targets 3 | 0 | 2          labels [3, 0, 2]              one for each sequence of the batch
     targets [0, 1] | [1]       labels [[0, 1, 1]]            one for each token

@@ -1,4 +1,4 @@
-"""Masked language modelling on packs: some tokens of each document are replaced and predicted.
+"""`MaskedCollator`: packs to a batch for a masked LM; some tokens of each document are replaced.
 
     input_ids  [ cls  the  [M]  sat  sep | cls  dogs  run  sep ]
     labels     [  .    .   cat   .    .  |  .    .    .    .   ]        . = -100

@@ -1,4 +1,4 @@
-"""The inputs of a model for the images of packs: pixels and grids, in the order of their samples.
+"""Model inputs for the images of packs: pixel values, grids and M-RoPE positions, concatenated.
 
     images of samples  A: 1 | B: none | C: 2     pixel_values     [patches of A, patches of C]
                                                  image_grid_thw   [3, 3]

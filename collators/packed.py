@@ -1,4 +1,4 @@
-"""Packs, or lists of samples, to the flat batch that any Hugging Face causal LM accepts.
+"""`PackedCollator`: packs or samples to the flat batch that any Hugging Face causal LM accepts.
 
     Pack  a a a a | b b | c c c     ─▶   input_ids      [1, T]
                                          labels         [1, T]   -100 at the first token of a, b, c

@@ -1,4 +1,4 @@
-"""The baseline that packing is compared with: samples padded to the longest of the batch."""
+"""`PaddedCollator`: samples padded to the longest of the batch, the baseline for packing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chosen and rejected answers to one prompt, packed: every answer is its own sequence.
+"""`PreferenceCollator`: chosen and rejected answers in one packed row, each its own sequence.
 
     {prompt p, chosen c, rejected r}   ─▶   [ p p c c c | p p r r ]      labels only on c and r
                                               0           1              pair 0

@@ -1,4 +1,4 @@
-"""The loss as a mean over samples: each label weighs one over the labels of its sample."""
+"""Label weights for a loss that is a mean over samples: one over the labels of the sample."""
 
 from __future__ import annotations
 

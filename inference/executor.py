@@ -1,4 +1,4 @@
-"""The executor: cache, scheduler, model runner and step loop, built for one state of a model.
+"""Build an `Executor`: cache, scheduler, model runner and step loop for a model as it is now.
 
 Settings ─▶ memory budget ─▶ PagedCache ─▶ Scheduler ┐
                                  └───▶ ModelRunner ──┴─▶ StepLoop

@@ -1,4 +1,4 @@
-"""Train-inference mismatch: log-probabilities of the same tokens from the engine and from training.
+"""`compare_logprobs`: the engine's log-probabilities of its tokens against the training forward's.
 
     prompts ─▶ generate: tokens, and their log-probabilities in the engine ─┐
                             │                                               ├─▶ difference

@@ -1,4 +1,4 @@
-"""Run requests on a borrowed model: what all calls of an engine share.
+"""`RequestRunner`: queue the requests of all calls of an engine, run shared steps, publish results.
 
 groups ─▶ queue ─▶ step, step, … ─▶ detokenize, stop ─▶ events of the call that submitted them
 

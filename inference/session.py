@@ -1,4 +1,4 @@
-"""The session of an engine on a live model: borrow it per call, keep the executor between calls.
+"""`ModelSession`: borrow the model for each call of an engine, keep its executor between calls.
 
 Each call borrows the model, builds the executor if there is none, and drops the cached keys if the
 weights have changed. After the call, even if it raises, the model is back in the trainer's state.

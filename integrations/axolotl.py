@@ -1,4 +1,4 @@
-"""Axolotl's plugin: packs, loss, kernels and evaluation of nopad in a run that Axolotl configures.
+"""`NopadPlugin` for Axolotl: packs, attention, loss and evaluation of nopad in an Axolotl run.
 
     plugins:
       - nopad.integrations.axolotl.NopadPlugin

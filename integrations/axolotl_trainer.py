@@ -1,4 +1,4 @@
-"""Axolotl's trainer on packs; it keeps Axolotl's optimizers, schedules, checkpoints and logs."""
+"""`NopadTrainer`: Axolotl's trainer with `PackedTrainerMixin`, as the Axolotl plugin uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of a tile of queries over the paged keys of one sequence, in decode and prefill.
+"""Triton functions inside decode and prefill kernels: a tile of queries attends to paged keys.
 
     pages   ▒▒▒▒ of the next block are looked up while
     block   ████ is computed, so that its loads can be issued blocks ahead

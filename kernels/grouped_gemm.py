@@ -1,4 +1,4 @@
-"""Products of rows with the weights of their experts, for rows sorted by expert.
+"""Differentiable ops over torch's grouped_mm: rows sorted by expert, times their expert's weights.
 
     x [S, K]   rows of expert 0 | expert 1 | ...        offsets [E]: where each expert's rows end
     w [E, N, K]                                         y[s] = w[expert of s] @ x[s]

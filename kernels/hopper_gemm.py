@@ -1,4 +1,4 @@
-"""The split-K product of `skinny_gemm` on Hopper, which reads its weights ahead; in Gluon.
+"""`split_k_gemm` on Hopper, in Gluon: loads its weights before the previous kernel has ended.
 
     kernel before   ──────────────┐ x is complete
     this kernel         weights ··└─▶ x ─▶ multiply, while the next weights and x arrive ─▶ …

@@ -1,4 +1,4 @@
-"""RMSNorm, with the residual add before it.
+"""RMSNorm, forward only; alone, or after a residual add or the sum of split-K partials.
 
     x [rows, width] ────+──▶ residual ─▶ RMSNorm ─▶ out
     deltas [S, rows, width] ┘

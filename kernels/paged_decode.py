@@ -1,4 +1,4 @@
-"""Paged attention of decode: one query per sequence, memory-bound, split-KV (flash decoding).
+"""Attention over pages for sequences with one query (decode), by split-KV (flash decoding).
 
     lengths            ▇▇▇▇▇▇▇▇▇▇▇▇ ▇▇ ▇▇▇▇▇ ▇▇      known on the device only
     splits             ▇▇▇▇|▇▇▇▇|▇▇▇▇ ▇▇ ▇▇▇▇▇ ▇▇    one program each, for every kv head

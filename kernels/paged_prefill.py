@@ -1,4 +1,4 @@
-"""Paged attention of prefill, chunked or not, mixed with decodes: several queries per sequence.
+"""Attention over pages for sequences with several queries (prefill); paged_decode does the others.
 
 A program takes a kv head and a tile of queries. The rows of the tile are queries x query heads of
 the group, so that keys are read once per group. The first tile of sequence n is

@@ -1,4 +1,4 @@
-"""Turn the partial sums of the QKV product into queries, and into keys and values in their slots.
+"""Sum QKV partials, apply QK norm and rotary, write keys and values to KV slots, return queries.
 
     partials [S, M, (H + 2 Hkv) D] ─▶ sum, bias ─▶ QK norm, rotary ─┬─▶ queries [M, H, D]
                                                                     └─▶ keys and values, into slots

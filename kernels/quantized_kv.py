@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits with a scale per token and head: written, and read back in a tile.
+"""8-bit keys and values in Triton: quantize, write to KV slots; convert queries for their products.
 
 The numbers are those of `attention/paging/quantized.py`, bit for bit.
 """

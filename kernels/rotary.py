@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys (the rotate-half form).
+"""Rotary position embedding of queries and keys (the rotate-half form), forward only.
 
 One program takes a token and loads its angles once for all heads of q and k.
 """

@@ -1,4 +1,4 @@
-"""Matrix products with few rows (skinny GEMM), where reading the weights is the cost.
+"""Few-row matrix products (skinny GEMM): split-K partial sums; gate and up products with SiLU.
 
     split_k_gemm   x [M, K], weight [N, K]     ─▶ partials [S, M, N], summed by the next kernel
     gated_gemm     x [M, K], gate and up [N, K] ─▶ SiLU(x gateᵀ) * (x upᵀ)

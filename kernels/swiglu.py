@@ -1,4 +1,4 @@
-"""SwiGLU: SiLU of the gate times the other branch.
+"""SwiGLU, forward only: SiLU of the gate times the other branch.
 
 gate ─ SiLU ─┐
 up ──────────×─▶ hidden

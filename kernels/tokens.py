@@ -1,4 +1,4 @@
-"""Kernels for a step's tokens: copy of its inputs, last tokens, embedding lookup, argmax.
+"""Kernels around a generation step: input copy, last tokens, embedding lookup, argmax.
 
 Argmax takes two kernels: the first searches chunks of each row, the second their maxima. The first
 of equal maxima wins, and a row with a NaN yields -1.

@@ -1,4 +1,4 @@
-"""PackedDataset: any source to packs, as a torch dataset with a small, rank-free state.
+"""`PackedDataset`: any source to packs, as a torch IterableDataset with a small, resumable state.
 
     source ─▶ rows or tokens ─▶ order ─▶ packs ─▶ pack k to rank k mod world_size ─▶ its workers
 

@@ -1,4 +1,4 @@
-"""Images of a sample: references, from which the inputs of the model are made in the collator.
+"""`SampleImages`: references to a sample's images, and the model inputs made of them on request.
 
     row ─▶ ImageEncoder ─▶ Sample: tokens, references ─▶ Pack ─▶ collator ─▶ pixel_values, grids
              │ the processor counts the tokens                     │ the processor makes pixels,

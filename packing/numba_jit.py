@@ -1,4 +1,4 @@
-"""Compile inner loops with numba, with an on-disk cache where one can be written.
+"""`jit`: compile a function with numba, with an on-disk cache where one can be written.
 
 Without a writable cache directory (a read-only installation without a home directory) every
 process compiles the loops again, which takes seconds and changes nothing else.

@@ -1,4 +1,4 @@
-"""Open the sources and choose the reader: planned if lengths are known, streamed otherwise."""
+"""Open the sources of `PackedDataset`; plan packs, encoding small sources first, or stream."""
 
 from __future__ import annotations
 

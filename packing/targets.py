@@ -1,4 +1,4 @@
-"""Targets: the label of a document, or of each of its tokens, for models with another head.
+"""Targets: a label for a document, or for each of its tokens, for heads other than an LM's.
 
     {"text": ..., "label": 3}            a class of the document
     {"text": ..., "label": 0.7}          its score

@@ -1,4 +1,4 @@
-"""Validate token ids and labels from outside before anything is built on them.
+"""Validate token ids, labels and loss masks from outside before anything is built on them.
 
 Values are never rounded, wrapped or guessed: a float, a bool, a negative id or an id beyond the
 vocabulary raises an error that shows the value.

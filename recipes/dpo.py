@@ -1,4 +1,4 @@
-"""Learn from pairs of a preferred and a rejected answer (DPO), packed without padding.
+"""Train a model on pairs of a preferred and a rejected answer (DPO), packed without padding.
 
     nopad dpo path/or/name --data gsm8k.jsonl
     nopad dpo path/or/name --data pairs.jsonl --lora 16

@@ -1,4 +1,4 @@
-"""Process and model helpers for training and generation; they need only torch."""
+"""Ranks, collectives, layouts, random states and unwrapping, for training and generation."""
 
 from .collectives import (
     RankError,

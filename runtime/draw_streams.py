@@ -1,4 +1,4 @@
-"""Counters of the calls that draw random numbers for generation, per stream, for a checkpoint.
+"""Number the calls of generation per stream: keys of their random draws, kept in checkpoints.
 
 Generation draws its numbers from a key, not from a generator: (run's seed, stream, number of the
 call in that stream, prompt, sample, position). A call is numbered here:

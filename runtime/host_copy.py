@@ -1,4 +1,4 @@
-"""Copies between host and device without blocking either.
+"""Copy tensors between host and device without blocking either.
 
 `tensor.item()` and a plain `.to(device)` wait until the device has finished all queued work, so the
 host, which should run ahead, has queued nothing afterwards.

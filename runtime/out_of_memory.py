@@ -1,4 +1,4 @@
-"""Errors that say that a device is out of memory."""
+"""`is_out_of_memory`: whether an error, of any library, says that a device is out of memory."""
 
 from __future__ import annotations
 

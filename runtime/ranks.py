@@ -1,4 +1,4 @@
-"""Which process of a distributed run this is, and joining or leaving its process group."""
+"""The rank and the world size of this process; join or leave the process group."""
 
 from __future__ import annotations
 

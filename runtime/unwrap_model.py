@@ -1,4 +1,4 @@
-"""The causal language model inside the wrappers of trainers: DDP, torch.compile, PEFT."""
+"""Unwrap a model from DDP, torch.compile and PEFT; refuse prompt tuning."""
 
 from __future__ import annotations
 

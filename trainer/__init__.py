@@ -1,4 +1,4 @@
-"""Packs, the exact loss and evaluation by generation, for the trainers people use.
+"""Packs, the exact loss and evaluation by generation in HF Trainer, TRL, Accelerate and Lightning.
 
 The front ends are separate packages, `nopad.trainer.with_hf`, `.with_accelerate` and
 `.with_lightning`, since each needs its library. Importing this package registers

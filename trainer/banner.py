@@ -1,4 +1,4 @@
-"""Lines that a run prints on its first rank."""
+"""`print_banner`: print given lines on the first rank, above a progress bar."""
 
 from __future__ import annotations
 

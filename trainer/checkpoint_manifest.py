@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files with sizes and checksums, written last.
+"""Manifests of checkpoints: write them, find the newest intact checkpoint, delete the oldest.
 
     checkpoint-40/model.safetensors  optimizer.bin  nopad_data.json  ...
     checkpoint-40/nopad_manifest.json    the size of every file, and the SHA-256 of smaller ones

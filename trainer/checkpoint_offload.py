@@ -1,4 +1,4 @@
-"""Keep the inputs of checkpointed layers in host memory until the backward needs them.
+"""`offload_checkpoints`: gradient checkpointing with the layer inputs kept in host memory.
 
     forward    layer 0 ─▶ layer 1 ─▶ ... ─▶ layer n   an input is copied out while its layer runs
     backward   layer 0 ◀─ layer 1 ◀─ ... ◀─ layer n   the next one is copied in meanwhile

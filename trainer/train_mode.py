@@ -1,4 +1,4 @@
-"""Training mode at the start of a run: `from_pretrained` returns models in eval mode.
+"""`ensure_train_mode`: call `train()` on a model in eval mode, as `from_pretrained` returns it.
 
 In eval mode dropout, LoRA's dropout and Transformers' gradient checkpointing are off. The HF
 Trainer calls `train()` before every step; Lightning and Accelerate keep the mode they find.

@@ -1,4 +1,4 @@
-"""What the module of a backend defines, and helpers that several backends share."""
+"""`Backend`: the functions that a backend's module defines; `padded_to`, to pad head dims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The description of an attention call that a backend is selected by: `CallSpec`, `ScoreParams`."""
+"""`CallSpec`: what selects the backend of a call; `ScoreParams`: scale, window, softcap, sinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cuDNN graphs for ragged rows, each planned once: one for the forward, one for the backward.
+"""Plan and run cuDNN's attention graphs for packed (ragged) rows: one forward, one backward.
 
     q, k, v [T, H, D] ─▶ forward ─▶ out [T, H, D], lse [T, H, 1]        lse: log-sum-exp of scores
     grad, q, k, v, out, lse ─▶ backward ─▶ dq, dk, dv

@@ -1,4 +1,4 @@
-"""`attend_by_backward`: attention with gradients from the two kernels of a backend."""
+"""`attend_by_backward`: differentiable attention from a backend's `forward` and `backward`."""
 
 from __future__ import annotations
 

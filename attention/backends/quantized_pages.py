@@ -1,4 +1,4 @@
-"""Pages of 8-bit keys and values in torch: written by token, read in the dtype of the queries."""
+"""8-bit KV pages in plain torch: write a step's keys and values, dequantize the pages of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's scaled dot product attention, everywhere: packed rows one by one, pages in batches.
+"""PyTorch SDPA, on every device: packed sequences one by one, pages in batches.
 
 Packed rows are split, attended one sequence at a time and concatenated. Over pages, `sdpa_batching`
 decides which sequences form a batch, and which pages are read once for several of them; the

@@ -1,4 +1,4 @@
-"""The explicit backward of a packed row, for the custom operator that autograd cannot trace.
+"""Explicit backward of `sdpa` for a packed row, for the custom operator under torch.compile.
 
 With S the scores, P = softmax(S) and O = P V:
 

@@ -1,4 +1,4 @@
-"""How SDPA runs a paged step: shared prefixes once, decodes in padded batches, for all layers.
+"""Plan how `sdpa` runs a paged step: shared prefixes once, the sequences in padded batches.
 
 Sequences with a single query (decodes) form batches by length, padded to the longest: sixty-four
 of them cost a few calls, not sixty-four. Sequences that start with the same pages (few-shot

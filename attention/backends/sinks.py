@@ -1,4 +1,4 @@
-"""Sinks for kernels that have none: by the log-sum-exp that they return.
+"""Attention sinks for kernels without them: rescale outputs by log-sum-exp; gradient of sinks.
 
 A sink s is one more column of the softmax, without a value. With l the log-sum-exp of the scores of
 a query:

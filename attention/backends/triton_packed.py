@@ -1,4 +1,4 @@
-"""Our kernels for packed rows, used only if forced: soft caps in training without flash-attn."""
+"""Backend `triton_packed`: our kernels for packed rows, with soft caps; runs only if forced."""
 
 # pyright: reportPossiblyUnboundVariable=false
 

@@ -1,4 +1,4 @@
-"""Our own paged kernels in Triton: any page size from 16, safe in CUDA graphs, every score option.
+"""Backend `triton`: our attention kernels for pages of any size from 16, safe in CUDA graphs.
 
 A step launches at most three kernels: decode, the combination of its splits, and prefill. Each
 skips the other's sequences on the device, so the host needs no lengths.

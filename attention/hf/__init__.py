@@ -1,4 +1,4 @@
-"""Transformers: `attn_implementation="nopad"`, which models are supported, and self-checks."""
+"""Integration with Transformers: `attn_implementation="nopad"`, supported models, self-checks."""
 
 from .call_check import check_lengths
 from .call_log import attention_layers, check_every_layer, is_recording, record_call

@@ -1,4 +1,4 @@
-"""Checks of an attention call: what would make its result silently differ from the model's."""
+"""Refuse wrong attention calls: masks, dropout, caches, long sequences, sequence classifiers."""
 
 from __future__ import annotations
 

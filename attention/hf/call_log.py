@@ -1,4 +1,4 @@
-"""Record or silence the calls of the attention function; check that every layer was called once.
+"""Record attention calls, or let attention return zeros; check that each layer was called once.
 
 A layer without its sequence boundaries would attend across documents, or ignore its cache, without
 any error.

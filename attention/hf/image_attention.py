@@ -1,4 +1,4 @@
-"""Images of a pack in a vision tower: one call of `attend`, in which each image sees itself.
+"""`ImageAttention`: all images of a pack, isolated, in one `attend` call per vision-tower layer.
 
     patches  ▒▒▒▒▒▒|▒▒|▒▒▒▒    boundaries of images, or of the windows in them
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -56,9 +57,12 @@ def image_attention(
     cu_seq_lens_q: Tensor,
     max_length_q: int,
     scaling: float | None = None,
-    **kwargs: Any,
+    dropout: float = 0.0,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend through Transformers' attention interface: (1, H, T, D) in, (1, T, H, D) out."""
-    varlen = Varlen(cu_seq_lens_q, int(max_length_q))
+    if dropout:
+        raise ValueError(f"attention dropout of {dropout} in a vision tower: set it to 0")
+    varlen = Varlen(cu_seq_lens_q.to(torch.int32), int(max_length_q))
     out = attend(*flat_heads(query, key, value), varlen, scale=scaling, causal=False)
     return out[None], None

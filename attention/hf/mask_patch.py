@@ -1,4 +1,4 @@
-"""Attention masks in Transformers: refused for `nopad`, given the documents for stock attention.
+"""Patch Transformers' masks: refuse padding masks for `nopad`, isolate documents in stock ones.
 
 Transformers prepares all masks in one private function, `_preprocess_mask_arguments`. A wrapper
 around it has two uses:

@@ -1,4 +1,4 @@
-"""Which models are supported; the shapes and states of their layers, by probes of a few tokens."""
+"""Whether a model is supported, and the KV shapes and states of its layers; by short probe runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modes of a model inside a block: training or evaluation, and attention by `nopad`."""
+"""Context managers that switch a model to training or evaluation mode, or to `nopad` attention."""
 
 from __future__ import annotations
 

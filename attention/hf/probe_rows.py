@@ -1,4 +1,4 @@
-"""Lengths of the samples, row by row, that show whether packing changes what a model computes.
+"""Choose sample lengths of test rows that reveal whether packing changes a model's results.
 
 The first row is about as long as the budget: it uses the kernels that training uses, and reveals
 limits that the config does not state, such as an expert capacity. Another row is short, as a last

@@ -1,4 +1,4 @@
-"""Router logits of a compiled layer: returned by its graph, then collected as by a stock layer.
+"""Return router logits from the graphs of compiled MoE layers, and collect them as stock layers do.
 
 Transformers' hooks append router outputs to a list in a ContextVar, which torch.compile cannot
 trace. Inside a layer's graph the hooks get a list of their own, and the graph returns it; outside,

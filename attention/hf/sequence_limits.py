@@ -1,4 +1,4 @@
-"""The longest sequence that a model may mix with others, and rotary embeddings frozen at it.
+"""Longest sequence that may share a call with others; freeze length-dependent rotary embeddings.
 
 Rotary embeddings that depend on the length (dynamic NTK, longrope): Transformers takes the length
 from the largest position of the whole call and keeps the chosen frequencies on the module, so that

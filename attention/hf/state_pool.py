@@ -1,4 +1,4 @@
-"""Recurrent and convolutional states of running sequences, beside their pages.
+"""`StatePool`: recurrent and convolutional states of the engine's sequences; probes that find them.
 
     batch row    0    1    2          the states of a layer: [rows, ...]
     step        [b | a a a a | c]     b and c, one token each, run as one batch; the chunk a alone

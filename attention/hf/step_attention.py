@@ -1,4 +1,4 @@
-"""The engine's attention as one operator: a compiled layer then serves every step and layer.
+"""`step_attention`: the engine's attention as one custom operator, for compiled decoder layers.
 
 running_layer(varlen, layer)     what compiled code inside attends by
 step_attention(q, k, v, ...)     the operator: no graph sees the step, its pages or the layer

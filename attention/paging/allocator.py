@@ -1,4 +1,4 @@
-"""The page allocator: who holds which page of the cache, in pure integers.
+"""`PageAllocator`: which request holds which KV-cache page, and cached prefixes, in pure integers.
 
 Every page is in one of three states:
 

@@ -1,4 +1,4 @@
-"""The paged KV cache: the keys and values of every layer, in pages."""
+"""`PagedCache`: the tensors of the KV cache, with the keys and values of every layer in pages."""
 
 from __future__ import annotations
 

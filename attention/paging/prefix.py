@@ -1,4 +1,4 @@
-"""The prefix index: which pages hold the keys of which leading tokens.
+"""`PrefixIndex`: which pages hold the keys and values of which leading tokens, as a hash chain.
 
 A hash chain with one link every 16 tokens:
 

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: int8 or float8_e4m3fn, with a scale for each token and KV head.
+"""Quantize keys and values in torch: int8 or float8_e4m3fn, with a scale per token and KV head.
 
     a key [D] ─▶ scale: its largest number / 127 (int8) or 448 (fp8), in bfloat16
               ─▶ key / scale, rounded to 8 bits; nothing is saturated

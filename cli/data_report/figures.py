@@ -1,4 +1,4 @@
-"""Figures of a dataset from the lengths of its samples."""
+"""Histogram of sample lengths, and packs, fill and padding for several budgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nopad inspect --html`: one page without scripts or other files, safe to open with any data.
+"""`nopad inspect --html`: write a `DataReport` as one page without scripts, with all data escaped.
 
 Everything that comes from the data is escaped, and a content security policy forbids scripts and
 requests, so that text in a dataset cannot become code in a browser.

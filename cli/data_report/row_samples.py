@@ -1,4 +1,4 @@
-"""What rows tell that samples do not: file and line, empty answers, why some are skipped."""
+"""`RowSamples`: number the samples of rows; keep file and line, chats, empty answers, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's API as data: bodies of requests to sampling parameters, completions to answers.
+"""Translate OpenAI's API: request bodies to prompts and sampling parameters, completions to JSON.
 
     {"prompt": …, "max_tokens": 8} ─▶ ApiCall(prompts, params) ─▶ … ─▶ {"choices": […], "usage": …}
 

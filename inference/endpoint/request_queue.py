@@ -1,4 +1,4 @@
-"""Requests on their way from the HTTP thread to the thread that runs the engine, and back.
+"""`RequestQueue`: run HTTP requests in the engine's thread; `TimeShare` limits them in training.
 
     HTTP thread      put ─▶ waiting ─┐                          ┌─▶ events of each request
     engine's thread         run: add_request ─ step ─ step ─ step ─ …

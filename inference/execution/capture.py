@@ -1,4 +1,4 @@
-"""Whether a forward is being captured into a CUDA graph, and parallel streams inside a capture."""
+"""Flag that a forward is captured in a CUDA graph, and run its branches on parallel streams."""
 
 from __future__ import annotations
 

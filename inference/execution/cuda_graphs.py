@@ -1,4 +1,4 @@
-"""CUDA graphs of steps: one launch instead of hundreds.
+"""Capture and replay steps as CUDA graphs: one launch instead of hundreds.
 
 A graph has a fixed shape (`graph_shape.py`). It also holds the attention kernels it was captured
 with, so every backend forced by name has its own graphs. Graphs are captured on first use; where

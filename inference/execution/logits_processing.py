@@ -1,4 +1,4 @@
-"""What sampling parameters do to logits: bias, bans, penalties, temperature, top-k, top-p."""
+"""Apply sampling parameters to logits: bias, bans, penalties, temperature, top-k, top-p, min-p."""
 
 from __future__ import annotations
 

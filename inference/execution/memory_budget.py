@@ -1,4 +1,4 @@
-"""The engine's memory budget in bytes."""
+"""Resolve the engine's `memory=` to bytes: a number, a fraction of what is free, or "spare"."""
 
 from __future__ import annotations
 

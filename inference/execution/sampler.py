@@ -1,4 +1,4 @@
-"""Sampling: from logits to tokens, for all rows of a step at once, on the device.
+"""Sample tokens from logits for all rows of a step, on the device; gather log-probabilities.
 
     logits ─▶ bias, bans ─▶ penalties ─▶ temperature ─▶ top-k, top-p, min-p ─▶ sample
       └─▶ raw log-probabilities                                      └─▶ processed ones

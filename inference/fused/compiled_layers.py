@@ -1,4 +1,4 @@
-"""Decoder layers compiled for generation: one graph for all layers of a kind and all steps.
+"""`CompiledLayers`: torch.compile for decoder layers in generation, one graph per kind of layer.
 
     step ─▶ embedding ─▶ [ norm, products, rotary │ attention: one operator │ … ] × layers ─▶ logits
 

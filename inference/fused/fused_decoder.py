@@ -1,4 +1,4 @@
-"""Fused decoder layers for captured and for very large steps: seven kernels in a decode, with PDL.
+"""`FusedDecoder`: decoder layers as fused kernels, in CUDA graphs and in steps too large for one.
 
     ids ─▶ embed ─▶ residual ─▶ add, norm ─▶ GEMM ─▶ attention ─▶ GEMM ─┐
                        ▲                     q, k, v              output │

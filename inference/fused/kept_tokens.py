@@ -1,4 +1,4 @@
-"""The tokens of a step whose logits are read: the last layer computes no others.
+"""`KeptTokens`: tokens whose logits are read; the last layer computes its output for them alone.
 
     step          [ a a a a a a b c c c c c ]
     last layer    keys and values of all tokens

@@ -1,4 +1,4 @@
-"""Compile the Triton kernels of a call before it is made, in parallel.
+"""Find the Triton kernels that a call would have to compile, and compile them first, in parallel.
 
 Triton compiles a kernel when it is first launched, and the first steps of an engine launch dozens.
 Inside `record_missing` launches of kernels that are not compiled yet are skipped and recorded.

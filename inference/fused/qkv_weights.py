@@ -1,4 +1,4 @@
-"""Q, K and V by one matrix product: copies of their weights, stacked.
+"""`QKVWeights`: stacked copies of Q, K and V weights, so that one product computes all three.
 
 Alone, each of the three products is too small to fill a device. The copies take a few percent of
 the model's memory and are refreshed at every call of the engine; parameters are untouched.

@@ -1,4 +1,4 @@
-"""Use a model that is being trained, and return it unchanged.
+"""Put a model in training into generation state, and restore it: modes, attention, random states.
 
 Everything the engine changes for its forwards is saved first and restored in any case: the training
 flag of each submodule, compiled forwards, the attention implementation, rotary frequencies that

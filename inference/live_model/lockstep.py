@@ -1,4 +1,4 @@
-"""Lockstep generation for FSDP2 models whose unsharded parameters do not fit on one device.
+"""`lockstep`: run FSDP2 forwards on all ranks together, a dummy one where a rank has no step.
 
 An FSDP2 forward gathers each layer's parameters from all ranks, so all ranks must run it. A rank
 without a step of its own runs a forward of one token and discards it:

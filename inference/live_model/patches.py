@@ -1,4 +1,4 @@
-"""Reversible patches of single objects' attributes.
+"""`Patches`: replace attributes of single objects, restore them, and apply them again.
 
 An engine that runs one step at a time borrows and returns the model at every step. Its patches are
 the same each time, so they are remembered and applied again by plain dict writes.

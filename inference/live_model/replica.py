@@ -1,4 +1,4 @@
-"""Decisions on which the ranks of a tensor-parallel group must agree.
+"""Ranks of a tensor-parallel replica, and the smallest value among them, so that all plan alike.
 
 Every forward is a collective of such ranks. They must therefore plan the same steps: from the same
 requests, over the same number of pages, dropping cached prefixes at the same time.

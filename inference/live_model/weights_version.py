@@ -1,4 +1,4 @@
-"""Have the weights or adapters of a live model changed since the KV cache was filled?
+"""`WeightsVersion`: have a model's weights, adapters or forwards changed since the last check?
 
 Cached keys are only valid for the weights that computed them. Most in-place updates raise a
 tensor's version counter. Fused optimizers do not, so steps of torch's optimizers are noticed by a

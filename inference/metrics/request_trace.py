@@ -1,4 +1,4 @@
-"""Events of each request over time, as JSON lines or for Perfetto."""
+"""`RequestTrace`: record the events of each request; write them as JSON lines or for Perfetto."""
 
 from __future__ import annotations
 

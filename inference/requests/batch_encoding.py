@@ -1,4 +1,4 @@
-"""Prompts as a tokenizer returns them, maybe padded: without padding, or refused.
+"""Remove the padding of tokenized prompts by their attention mask; refuse padding without a mask.
 
 {"input_ids": [[0, 0, 5], [6, 7, 8]],        ->   [5], [6, 7, 8]
  "attention_mask": [[0, 0, 1], [1, 1, 1]]}

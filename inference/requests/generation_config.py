@@ -1,4 +1,4 @@
-"""Settings of a model's generation_config that the engine does not support are refused by name.
+"""Refuse settings of a model's generation_config that the engine does not support, by name.
 
 `generate` of Transformers would apply them, so ignoring them would silently change the texts.
 Settings with a counterpart in `SamplingParams` (temperature, top_p, repetition_penalty, …) are not

@@ -1,4 +1,4 @@
-"""From sampled tokens to a `Completion`: a prompt's requests as a group, stop strings, events.
+"""Turn sampled tokens into text, stream events and a `Completion` per prompt; find stop strings.
 
     a step of any call ─▶ updated requests ─▶ the event queue of the call that submitted them
 

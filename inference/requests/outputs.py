@@ -1,4 +1,4 @@
-"""Results of the engine's calls: each request gets exactly one Completion or Score."""
+"""`Completion`, `Score`, `StreamEvent`, `TokenLogprob`: what the engine's calls return."""
 
 from __future__ import annotations
 

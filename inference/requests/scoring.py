@@ -1,4 +1,4 @@
-"""Log-likelihoods as requests: which tokens to run, which of them to score, how to sum the scores.
+"""Turn scoring calls into requests, with windows for long texts; sum the scores of their tokens.
 
     context [ c c c c ] + continuation [ x y ]   ->   ids c c c c x y, scored from position 4
 

@@ -1,4 +1,4 @@
-"""Speculative decoding without a draft model: guess the next tokens, verify them in one step.
+"""Speculative decoding from n-grams or earlier completions: draft tokens, verify them in one step.
 
     runs      … t │ d1 d2 d3      the newest token, and a draft of those after it
     samples       │ s0 s1 s2 s3   s0 is new; s1 is if s0 = d1; s2 is if s1 = d2, too; …

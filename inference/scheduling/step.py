@@ -1,4 +1,4 @@
-"""Model inputs of one step, built from a scheduler plan as flat arrays.
+"""`Step`: inputs of model and sampler for one step, built from a scheduler plan as flat arrays.
 
 plan       a: 5 tokens from 0    b: 1 from 12    c: 1 from 7
 token_ids  [ a a a a a b c ]         positions  [ 0 1 2 3 4 12 7 ]

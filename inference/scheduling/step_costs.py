@@ -1,6 +1,6 @@
-"""What a step costs on this device, measured as steps run: seconds = base + per_token x tokens.
+"""Limit the prompt tokens of a step while requests decode, from the measured time of earlier steps.
 
-While requests decode, the costs limit the prompt tokens of a step, so that it meets `target_itl`.
+The seconds of a step, base + per token x tokens, are to meet `target_itl`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows to samples: text, chats and ready tokens, with a report of skipped rows."""
+"""Encode rows (text, chats, images, ready tokens) as samples, or once into a corpus on disk."""
 
 from .chat import encode_chat
 from .encoder import ENCODE_BATCH, Encoder, encode_rows, raise_or_skip

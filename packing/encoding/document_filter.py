@@ -1,4 +1,4 @@
-"""Ready tokens with on_error="skip": documents that cannot be used are dropped and counted."""
+"""Drop and count the invalid documents of ready tokens, for `on_error="skip"`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows with images to samples: the encoder of `PackedDataset(tokenizer=)` with a processor.
+"""`ImageEncoder`: rows with images to samples, by the processor in PackedDataset(tokenizer=).
 
     {"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.png"},
                                                {"type": "text", "text": "What is this?"}]}, ...]}

@@ -1,4 +1,4 @@
-"""Rows with labels to samples with targets: the encoder of `PackedDataset(label_column=)`."""
+"""`LabelledEncoder`: rows with labels to samples with targets; `make_encoder`: choose one."""
 
 from __future__ import annotations
 

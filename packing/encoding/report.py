@@ -1,4 +1,4 @@
-"""`data.report()`: from the planner's counts, skipped rows and the tokens of each source."""
+"""Build the dict of `data.report()` from planner counts, skipped rows and tokens by source."""
 
 from __future__ import annotations
 

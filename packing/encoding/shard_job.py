@@ -1,4 +1,4 @@
-"""The work of a shard: read a range of rows, encode it, write its files.
+"""`write_shard`: read a range of a source's rows, encode it, and write it as a shard of a corpus.
 
     write_shard(job, number) ─▶ 00000.bin .idx .mask? and then 00000.json, its record
 

@@ -1,4 +1,4 @@
-"""Texts to flat arrays of ids, without Python objects per token, by the fastest exact encoder.
+"""Encode plain texts as flat arrays of ids, by the fastest library whose ids are the tokenizer's.
 
     fastokens, if installed ─▶ tokenizers' encode_batch_fast ─▶ the tokenizer itself
              └ compared with the tokenizer's ids: on hard cases and on the first texts of the data

@@ -1,4 +1,4 @@
-"""Tokens on disk, so that the same data is tokenized once.
+"""`TokenCache`: encoded sources on disk, keyed by data, tokenizer, settings and versions.
 
     key   all bytes of the data, the tokenizer with its template, settings, versions, this code
     entry FOLDER/KEY/, a corpus (`sources/corpus.py`)

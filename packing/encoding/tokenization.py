@@ -1,4 +1,4 @@
-"""Tokenize a source once: rows are encoded into the shards of a corpus, which any run reads.
+"""`tokenize`: encode a source into a corpus on disk, shard by shard, by processes or Ray tasks.
 
     source ─▶ ranges ─▶ write_shard(job, number) ─▶ 00000.bin .idx .mask? .json ─▶ manifest.json
               │           │ in processes here, in Ray tasks, in the tasks of a Slurm array

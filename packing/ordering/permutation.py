@@ -1,4 +1,4 @@
-"""Shuffling as a pure function of integers: no generator to save and no table to keep.
+"""Shuffle by a keyed permutation, evaluated at any position, without a generator or a table.
 
 A shuffle is a keyed permutation that can be evaluated at any position: the position passes
 through four rounds of a Feistel network on a grid a x b that just covers n, and cycle-walks while

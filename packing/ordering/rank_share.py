@@ -1,4 +1,4 @@
-"""Which packs each rank and worker reads (pack k: rank k mod world_size), and the place in a pass.
+"""`RankShare`: the packs that each rank and worker reads; `Position`: the place in a pass.
 
 Pack k belongs to rank k mod world_size. The packs of a rank go to its workers in turn, in the
 order in which a DataLoader collects them. A round is `world_size` consecutive packs: one per rank.

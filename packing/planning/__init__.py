@@ -1,4 +1,4 @@
-"""Lengths to plans in pure integers: which samples share a pack."""
+"""Decide from lengths which samples share a pack: `Planner`, and `Packer` for samples."""
 
 from ..argument_checks import check_ints
 from .balancing import Cost, balance_plan

@@ -1,4 +1,4 @@
-"""The strategy `best_fit`: packs of segments that chance brings together and length completes.
+"""The strategy `best_fit`: fill packs with segments met at random, and complete them by length.
 
     pending ─┐
              ├─▶ a window of `pool` ─▶ packs, in random order ─┬─▶ emitted

@@ -1,4 +1,4 @@
-"""Items that are longer than a pack, or than `max_length`: they are cut by their `overflow`.
+"""Split, truncate, drop or refuse items that are longer than a pack, or than `max_length`.
 
 budget 4, lengths 3 10 4          split      3 | 4 4 2 | 4
                                   truncate   3 | 4     | 4      6 tokens lost, counted

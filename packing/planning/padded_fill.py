@@ -1,4 +1,4 @@
-"""The fill of padded batches of the same samples, for comparison with packs.
+"""Estimate the fill that padded batches of given lengths would have, for comparison with packs.
 
 lengths 4 1 2 1, budget 8     packed   aaaabccd             fill 8 / 8
                               padded   aaaab... ccd.....    fill 8 / 16

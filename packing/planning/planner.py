@@ -1,4 +1,4 @@
-"""The planner: lengths to packs, as a stream and in pure integers.
+"""`Planner`: a stream of lengths to a `Plan` of which items share a pack, in pure integers.
 
     feed(lengths) ─▶ too long? split, truncate, drop ─▶ segments ─▶ best_fit: windows ─▶ Plan
                                                                     sequential: next-fit

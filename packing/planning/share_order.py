@@ -1,4 +1,4 @@
-"""Order packs so that the sources' shares of tokens stay even.
+"""Reorder the packs of a mixture so that the sources' shares of tokens stay even.
 
     packs of a plan, tokens of source 0     9 8 1 9 0 2 1 8        5 in the mean
     reordered                               9 1 8 0 9 2 1 8

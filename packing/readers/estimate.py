@@ -1,4 +1,4 @@
-"""Estimates from a few documents: the packs of an unread stream, the report of a long plan.
+"""Estimate the packs of an unread stream, or the report of a long plan, from a few documents.
 
     first rows of a source ─▶ tokens of a row ─┐
     rows of it, or its bytes ─▶ rows ──────────┴─▶ lengths of a shard ─▶ planned packs · shards

@@ -1,4 +1,4 @@
-"""Reader of one logical shard: rows, mixture and packer, resumable from a cursor.
+"""`ShardReader`: the packs of one logical shard of a stream, resumable from a cursor.
 
     rows of source 0 ─▶ encode ─┐
     rows of source 1 ─▶ encode ─┴▶ mixture ─▶ Packer ─▶ packs

@@ -1,4 +1,4 @@
-"""Where documents come from: files, folders, datasets, lists and streams."""
+"""Open sources of documents: files, folders, URLs, datasets, lists and streams."""
 
 from .corpus import find_damage
 from .local_folder import open_folder

@@ -1,4 +1,4 @@
-"""The folder of a corpus, tokenized documents in shards: token arrays, manifest, checksums.
+"""The corpus folder that `tokenize` writes: open its shards, read its manifest, find damage.
 
     FOLDER/  00000.bin 00000.idx 00000.mask?     the documents of a range of rows, as in Megatron
              00001.bin ...

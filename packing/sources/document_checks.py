@@ -1,4 +1,4 @@
-"""Documents of token arrays with ids beyond the vocabulary, or labels that are not their tokens."""
+"""Find documents with ids outside the vocabulary, or labels that are not their own tokens."""
 
 from __future__ import annotations
 

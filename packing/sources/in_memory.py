@@ -1,4 +1,4 @@
-"""Rows that are Python objects or ready tokens: lists, iterables, functions, token stores.
+"""Row sources of Python objects: lists, iterables and functions; and of ready tokens, as rows.
 
 A list has random access. An iterable or a function is read again for every shard and every
 resume, so its rows must come in the same order each time; rows before the cursor are produced and

@@ -1,4 +1,4 @@
-"""Sources with random access: lists, text files, datasets."""
+"""`IndexedSource`: base class of row sources with random access (lists, text files, datasets)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A line of JSON to a row; what other readers would accept in silence is an error.
+"""Parse a line of JSON as a row, more strictly than other readers.
 
 Refused are keys that appear twice, NaN and Infinity, deep nesting, and a list of rows in one line.
 """

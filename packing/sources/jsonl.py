@@ -1,4 +1,4 @@
-"""JSON lines, plain or compressed (.gz, .zst).
+"""`JsonlSource`: rows of JSON Lines files, plain or compressed (.gz, .zst).
 
 A plain file is cut at bytes: a shard owns the lines that begin in its part, and seeks directly to
 them. A compressed file has to be read from its beginning: a shard takes every S-th line. A file

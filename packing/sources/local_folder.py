@@ -1,4 +1,4 @@
-"""A folder that files are written to: each file appears complete, or not at all."""
+"""`LocalFolder`: a folder with atomic writes and a lock; `open_folder`: that of a path or URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parquet files; a shard reads only the row groups that contain its rows, a few rows at a time."""
+"""`ParquetSource`: rows of Parquet files; a shard reads only its row groups, a few rows at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain text: every file is one document, with any suffix (.txt, .py, .md ...)."""
+"""`TextFileSource`: plain text files of any suffix (.txt, .py, .md ...), each one document."""
 
 from __future__ import annotations
 

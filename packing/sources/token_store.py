@@ -1,4 +1,4 @@
-"""Documents whose tokens are in flat arrays: lengths are known, and reading is a copy.
+"""`TokenStore`: documents in flat token arrays, with known lengths; it copies packs out of them.
 
     flat    [ a a a a b b c c c ]    in memory, memory-mapped from a file of any size, or remote
     begins  [ 0       4   6     ]

@@ -1,4 +1,4 @@
-"""A source that reads another one, such as all its rows but some."""
+"""`WrappedSource`: base class of a source that reads another one, such as all its rows but some."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Identify data by all of its bytes, at any size; a fingerprint reads only pieces of large data."""
+"""Hash all bytes of data, as the key of a cache; a fingerprint reads only pieces of large data."""
 
 from __future__ import annotations
 

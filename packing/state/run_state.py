@@ -1,4 +1,4 @@
-"""The state of a run: small versioned JSON, the same on every rank.
+"""The data state of a run, versioned JSON: check it before a resume, merge it over ranks.
 
     {"version": 1,  "settings": {...}, "fingerprint": "...", "epochs": 3, "max_packs": null,
      "finished": false,                                          whether the pass has ended

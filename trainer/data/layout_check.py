@@ -1,4 +1,4 @@
-"""Before the first step, compare the packs that each rank has read with its layout.
+"""Check that the packs each rank has read for its first step match its place in the layout.
 
     rank   replica   read
     0      0         pack 0  ┐ the same batches in a replica,

@@ -1,4 +1,4 @@
-"""The batches of one rank, optimizer step by optimizer step, and the data state of each step.
+"""`PackedLoader`: batches of a rank, each with its step's label count and the data state after.
 
     PackedDataset ─▶ DataLoader workers ─▶ StepBatches: the packs of one optimizer step ─▶ batches
                                               │

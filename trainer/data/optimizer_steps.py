@@ -1,4 +1,4 @@
-"""Packs to optimizer steps: a step has packs with tokens, and no step is empty on every rank.
+"""Group batches of packs into optimizer steps; skip steps that are empty on every rank.
 
     worker 0   [pack 0] [pack 2] [pack 4]      one rank        [pack 0] [pack 1] | [pack 2] [pack 4]
     worker 1   [pack 1] [empty ] [empty ]      several ranks   a step is skipped if it is empty

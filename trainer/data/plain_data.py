@@ -1,4 +1,4 @@
-"""Plain data in the trainers: packed with a budget, or like the training data.
+"""Pack the plain data that a trainer was given: with a budget, or like the training data.
 
     datasets.Dataset, list, path, stream ─▶ budget, the trainer's seed, the model's limit ─▶ packs
 

@@ -1,4 +1,4 @@
-"""Examples of an evaluation by generation, from rows of training data or of a file."""
+"""Read examples of an evaluation (prompt, reference) from a file or from training rows."""
 
 from __future__ import annotations
 

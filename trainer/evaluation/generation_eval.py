@@ -1,4 +1,4 @@
-"""Evaluation by generation during training that leaves the training state unchanged.
+"""`GenerationEval`: every N steps, within time limits, generate and score; keep the best value.
 
     every N steps ─▶ time budget ─▶ generate (all ranks) ─▶ metrics (rank 0) ─▶ Report (all ranks)
 

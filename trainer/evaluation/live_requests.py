@@ -1,4 +1,4 @@
-"""Requests of a live endpoint, answered by the training thread between two optimizer steps.
+"""Answer the requests of a live endpoint in the training thread, between two optimizer steps.
 
     optimizer step ─▶ are requests due? ─▶ run them all ─▶ next step
                              └─ no ─▶ next step

@@ -1,4 +1,4 @@
-"""Metrics of a completion: functions of its text and the reference that return a number."""
+"""Metrics of a completion and its reference: exact match, contains, regular expression."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether two functions agree on a small input: in their outputs and in all gradients."""
+"""Compare two functions on a small trial input: their outputs and all gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experts of a layer by grouped products.
+"""Run the experts of a layer by grouped matrix products, where a trial gives the same results.
 
     tokens ─▶ rows sorted by expert ─▶ up ─▶ gate ─▶ down ─▶ weighted, summed by token
 

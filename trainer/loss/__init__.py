@@ -1,4 +1,4 @@
-"""The exact token-mean loss, computed without materializing logits."""
+"""The exact token-mean loss without materialized logits; preference log-probs; embeddings."""
 
 from .attached_loss import AttachedLoss, attach_loss
 from .cross_entropy import linear_cross_entropy

@@ -1,4 +1,4 @@
-"""The exact loss of an optimizer step, from the model's own forward.
+"""`attach_loss`: make `model(**batch).loss` the exact token mean of an optimizer step.
 
     model(**batch).loss  =  sum of token losses / num_items_in_batch   (+ its auxiliary loss)
 

@@ -1,4 +1,4 @@
-"""Boundaries for what would not respect them: stock masks, and layers with a recurrent state."""
+"""Pass the boundaries of documents to stock masks and to layers with a recurrent state."""
 
 from __future__ import annotations
 

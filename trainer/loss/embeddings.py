@@ -1,4 +1,4 @@
-"""Embeddings of documents: hidden states of a pack, pooled for each document.
+"""`document_embeddings`: run a model on a packed batch, pool its hidden states per document.
 
 hidden [1, T, H]   a a a | b b   ─▶   mean, first or last of each   ─▶   [2, H]
 """

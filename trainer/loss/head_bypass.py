@@ -1,4 +1,4 @@
-"""The LM head that returns its input, so that the loss is computed from the hidden states.
+"""`HeadBypass`: make the LM head return its input, to compute the loss from hidden states.
 
     hidden ─▶ head: returns hidden ─▶ the model's changes of its logits ─▶ product and loss
 

@@ -1,4 +1,4 @@
-"""Heads of models: what they predict from hidden states, with which labels and which loss.
+"""Model heads (causal, masked, token, document): find the kind, run it on packs, compute losses.
 
     causal     ForCausalLM                 the next token                     labels [1, T], shifted
     masked     ForMaskedLM                 tokens that were replaced          labels [1, T]

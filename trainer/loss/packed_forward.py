@@ -1,4 +1,4 @@
-"""The forward of padded rows as packs: inside a model, tokens of padding are never computed.
+"""`packed_forward`: run padded batches through a model as packs; padding is never computed.
 
     input_ids [B, L], mask [B, L] ─▶ real tokens as packs [1, T] ─▶ backbone ─▶ hidden [1, T, H]
                                                                                      │

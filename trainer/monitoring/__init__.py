@@ -1,4 +1,4 @@
-"""Checks before the first step, and throughput during training."""
+"""Checks before the first step; non-finite losses, throughput and FLOPs during training."""
 
 from .finite_check import FiniteCheck, NonFiniteError, check_weights, raise_if_not_finite
 from .flops import ModelFlops, expert_fraction

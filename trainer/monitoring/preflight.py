@@ -1,4 +1,4 @@
-"""Checks before the first step, and the banner that describes the run.
+"""`check_run`: before the first step, refuse runs that would train wrongly; return the banner.
 
 nopad: llama, attention nopad, document boundaries from cu_seq_lens, leak check 0.0
 nopad: 1,024 packs of 8192 tokens per epoch, fill 99.8%, 9.1 sequences per pack; 12 samples ...

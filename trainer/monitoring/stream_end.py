@@ -1,4 +1,4 @@
-"""The end of a stream's pass, after which the trainers stop, and trainings that end before it.
+"""Detect the end of a stream's pass, and report trainings that end with it, or before it.
 
 Trainers need `max_steps` for data of unknown length, where it is an upper bound: the `epochs` or
 `max_packs` of the stream may end the training earlier.

@@ -1,4 +1,4 @@
-"""Checkpoints of an Accelerate loop; incomplete ones are never loaded.
+"""Save and load checkpoints of an Accelerate loop; incomplete ones are never loaded.
 
     save_checkpoint(accelerator, "out", step, model, tokenizer, keep=2)    # out/checkpoint-STEP
     step = load_checkpoint(accelerator, "out")                             # the newest intact one

@@ -1,4 +1,4 @@
-"""Packs in an Accelerate loop: only the loader changes.
+"""`PackedAccelerateLoader`: packs, exact loss, checks and saved position in an Accelerate loop.
 
     loader = PackedAccelerateLoader(accelerator, dataset)
     for batch in loader:

@@ -1,4 +1,4 @@
-"""Checkpoints of the HF Trainer and of TRL's trainers that are known to be complete.
+"""`IntactCheckpointMixin`: HF checkpoints known to be complete; `StopCallback`: one on a signal.
 
 The manifest of a checkpoint is written last, and older checkpoints are deleted after that: if a
 save is interrupted, the one before it remains, and `resume_from_checkpoint=True` finds it.

@@ -1,4 +1,4 @@
-"""The data module: packs for training and validation; plain data is packed when `fit` starts."""
+"""`PackedDataModule`: packs for training and validation; plain data is packed when `fit` starts."""
 
 from __future__ import annotations
 

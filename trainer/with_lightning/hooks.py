@@ -1,4 +1,4 @@
-"""Shared by the callbacks: Lightning's import, a hook after the optimizer step, the causal LMs."""
+"""Lightning's import, a callback hook after optimizer steps, and the causal LMs of a module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixin for TRL's trainers of padded batches: their models compute packs."""
+"""`PackedModelMixin` for TRL's trainers: batches stay padded, and the models compute packs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRL's preference trainers on packs: pairs and rewards without padding, called as TRL's are."""
+"""TRL's DPO, KTO and reward trainers without padding, called as TRL's are."""
 
 from __future__ import annotations
 

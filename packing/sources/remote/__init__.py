@@ -1,4 +1,4 @@
-"""Files behind URLs, through fsspec: listed, read ahead in the background, retried."""
+"""Files and folders behind URLs, through fsspec: listed, read ahead, written, with retries."""
 
 from .filesystem import RemoteReadError, is_url, local_path, shown
 from .listing import exists, list_url

@@ -1,4 +1,4 @@
-"""The files of a URL, in the order of a local folder: a file, a folder, or a pattern with `*`."""
+"""List the files of a URL: a file, a folder, or a pattern with `*`; sorted by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A binary file that is read in blocks; the next blocks are fetched in the background."""
+"""Read ahead in the background: the next blocks of a binary file, or the result of a call."""
 
 from __future__ import annotations
 

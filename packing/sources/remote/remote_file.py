@@ -1,4 +1,4 @@
-"""A file behind a URL, with the part of `pathlib.Path` that sources use, and reads of ranges."""
+"""`RemoteFile`: a file behind a URL, with range reads and a part of `pathlib.Path`'s methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder behind a URL that files are written to; object stores show a file when all of it is."""
+"""`RemoteFolder`: read and write the files of a folder behind a URL, as `LocalFolder` does."""
 
 from __future__ import annotations
 
