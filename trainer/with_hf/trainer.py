@@ -468,8 +468,8 @@ class PackedTrainerMixin(IntactCheckpointMixin):
 
     def _log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # Here, because all ranks reach this point; `log` may be called on one rank only.
-        if self.control.should_log:
-            self._logged_values = self._mean_aux_loss() | self._pack_totals()
+        should_log = self.control.should_log
+        self._logged_values = self._mean_aux_loss() | self._pack_totals() if should_log else {}
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _pack_totals(self) -> dict[str, float]:
