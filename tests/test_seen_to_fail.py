@@ -1884,7 +1884,8 @@ FAULTS = {
     ),
     "RoBERTa counts from 0": (
         "trainer/loss/test_encoders.py", "nopad.trainer.loss.attached_loss",
-        "prepare_for_packs = lambda model: [types.SimpleNamespace(remove=list)]",
+        "from types import SimpleNamespace\n"
+        "prepare_for_packs = lambda model: [SimpleNamespace(remove=list)]",
     ),
     "masks depend on who reads the packs": (
         "collators/test_masked.py::"
