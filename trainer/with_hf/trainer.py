@@ -495,7 +495,7 @@ class PackedTrainerMixin(IntactCheckpointMixin):
         logits = nullcontext() if only_losses else self._logits_kept()
         with self._paused_meter(), logits, metrics_kept(self, "eval"):
             output = super().predict(*args, **kwargs)
-        self._count_samples(output.metrics)
+        self._count_samples(output.metrics or {})
         return output
 
     def _count_samples(self, metrics: dict[str, float]) -> None:
