@@ -420,9 +420,9 @@ class PackedDataset(IterableDataset):
     def report(self, epoch: int | None = None) -> dict:
         """Count packs and the samples packed, split, truncated, dropped and skipped; report shares.
 
-        If lengths are known, the report covers the plan of an epoch, by default the first of the
-        current pass; `laps` is how often the epoch reads each source. For a stream, it covers the
-        packs that this process has trained on in the current pass, including those before a resume:
+        If lengths are known, the report covers all packs of an epoch, whatever `max_packs` is, by
+        default the first of the current pass; `laps` is how often it reads each source. For a
+        stream, it covers the packs trained by this process in this pass, also before a resume:
         the packs that a loader has issued in optimizer steps, those passed to `mark_trained` or, if
         neither is used, those read. A sample counts when its first token is packed. The reasons for
         skipped rows exclude rows that workers read; shares of changing weights cover all passes.

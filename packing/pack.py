@@ -28,6 +28,21 @@ class Pack:
     Treat a pack as immutable. It is not declared frozen only because that costs 2 µs per pack, a
     third of the time it takes to build one.
 
+    Args:
+        tokens: int64 [T].
+        explicit_labels: int64 [T]; None if all tokens but the first of each sequence are labels.
+        cu_seqlens: int32 [N+1], from 0 to T; N = 0 in packs that give all ranks equally many.
+        budget: tokens that the pack may hold.
+        samples: int64 [N]: the number of each sequence's sample in its source, as read.
+        sources: int16 [N]: index of the mixture's source that each sequence comes from.
+        first_positions: int64 [N]: of each sequence; 0 unless positions of parts continue.
+        index: index of this pack in the run's global sequence, -1 outside a run.
+        cursor: what a resume needs besides the index to continue after this pack.
+        parent_label_counts: int64 [N]: for a part of a split sample, the label count of the full
+            sample; for a full sample, 0. None if no sample was split.
+        targets: the target of each sequence (`targets.py`); None if samples have none.
+        images: the images of each sequence (`images.py`), or None for those without.
+
     >>> pack = Pack.of([Sample(np.array([1, 2, 3])), Sample(np.array([4, 5]))], budget=8)
     >>> pack.tokens.tolist(), pack.labels.tolist(), pack.cu_seqlens.tolist()
     ([1, 2, 3, 4, 5], [-100, 2, 3, -100, 5], [0, 3, 5])
@@ -36,31 +51,17 @@ class Pack:
     """
 
     tokens: np.ndarray
-    """int64 [T]."""
     explicit_labels: np.ndarray | None
-    """int64 [T], or None while every token but the first of each sequence is a label: `labels`."""
     cu_seqlens: np.ndarray
-    """int32 [N+1], from 0 to T. N = 0 is the empty pack that gives all ranks equally many packs."""
     budget: int
-    """Tokens that the pack may hold."""
     samples: np.ndarray
-    """int64 [N]: the number of each sequence's sample in its source, in the order it was read."""
     sources: np.ndarray
-    """int16 [N]: index of the mixture's source that each sequence comes from."""
     first_positions: np.ndarray
-    """int64 [N]: position of each sequence's first token; 0 unless positions of parts continue."""
     index: int = -1
-    """Index of this pack in the run's global sequence, -1 outside a run."""
     cursor: dict = field(default_factory=dict)
-    """What a resume needs besides the index to continue after this pack."""
-
     parent_label_counts: np.ndarray | None = None
-    """int64 [N]: for a part of a split sample, the label count of the full sample; for a full
-    sample, 0. None if no sample was split."""
     targets: list[Any] | None = None
-    """The target of each sequence (`targets.py`); None if samples have none."""
     images: list[Any] | None = None
-    """The images of each sequence (`images.py`), or None for those without."""
 
     def __post_init__(self):
         assert self.cu_seqlens.item(-1) == len(self.tokens) <= self.budget

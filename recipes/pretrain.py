@@ -158,7 +158,7 @@ def train(args: argparse.Namespace, run: RunDir) -> None:
             raise_if_not_finite(values["loss"], f"step {step}")
             values["learning_rate"] = scheduler.get_last_lr()[0]
             if step % 10 == 0 or step == args.steps or not rate:
-                values |= meter.read()
+                values |= {**meter.read(), **meter.totals()}
                 rate = f"{values['tokens_per_second']:.0f} tok/s, fill {values['fill']:.1%}"
             accelerator.log(tracker_tags(values), step)
             bar.update()

@@ -989,6 +989,43 @@ FAULTS = {
         "trainer/with_hf/test_options.py::test_tokens_seen_are_those_of_the_packs",
         "nopad.trainer.with_hf.trainer", "del PackedTrainerMixin._track_num_input_tokens",
     ),
+    "the tokens of one rank stand for those of all": (
+        "trainer/with_hf/test_trainer.py::test_tokens_seen_are_the_sum_over_ranks",
+        "nopad.trainer.monitoring.throughput",
+        "ThroughputMeter.totals = lambda self: {\n"
+        "    name: self.read()[name] for name in ('tokens_seen', 'samples_seen')}",
+    ),
+    "the last log has no totals": (
+        "trainer/with_hf/test_options.py::"
+        "test_the_last_log_has_the_totals_and_every_rate_counts_samples",
+        "nopad.trainer.monitoring.throughput",
+        "ThroughputMeter.totals = lambda self: {'samples_seen': self.seen['samples']}",
+    ),
+    "the rate of an evaluation counts packs": (
+        "trainer/with_hf/test_options.py::"
+        "test_the_last_log_has_the_totals_and_every_rate_counts_samples",
+        "nopad.trainer.with_hf.evaluation",
+        "TrainerEvaluationLoader.samples = property(\n"
+        "    lambda self: self.packs, lambda self, value: None)",
+    ),
+    "a training begins with a new optimizer": (
+        "trainer/with_hf/test_trainer.py::"
+        "test_a_checkpoint_of_the_stock_trainer_continues_with_its_optimizer",
+        "nopad.trainer.with_hf.trainer",
+        "right = PackedTrainerMixin.train\n"
+        "def train(self, *a, **k):\n"
+        "    self.optimizer = None\n"
+        "    return right(self, *a, **k)\n"
+        "PackedTrainerMixin.train = train",
+    ),
+    "tools that no template uses are ignored": (
+        "inference/endpoint/test_server.py::"
+        "test_tools_that_the_chat_template_does_not_use_are_refused",
+        "nopad.inference.endpoint.server",
+        "from dataclasses import replace\n"
+        "right = parse_call\n"
+        "parse_call = lambda *a: replace(right(*a), tools=None)",
+    ),
     "any model is a causal LM": (
         "trainer/loss/test_attached_loss.py::test_models_that_are_no_causal_lm_are_refused",
         "nopad.trainer.loss.heads", "not_causal_lm_reason = lambda model: None",
@@ -1856,7 +1893,8 @@ FAULTS = {
     ),
     "RoBERTa counts from 0": (
         "trainer/loss/test_encoders.py", "nopad.trainer.loss.attached_loss",
-        "prepare_for_packs = lambda model: [types.SimpleNamespace(remove=list)]",
+        "from types import SimpleNamespace\n"
+        "prepare_for_packs = lambda model: [SimpleNamespace(remove=list)]",
     ),
     "masks depend on who reads the packs": (
         "collators/test_masked.py::"

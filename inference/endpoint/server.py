@@ -387,8 +387,12 @@ class Server:
         if getattr(tokenizer, "chat_template", "") is None:
             raise ValueError("the tokenizer has no chat template")
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-        more = {} if tools is None else {"tools": tools}
-        ids = tokenizer.apply_chat_template(messages, **options, **more)["input_ids"]
+        ids = tokenizer.apply_chat_template(messages, **options)["input_ids"]
+        if tools is not None:
+            without = ids
+            ids = tokenizer.apply_chat_template(messages, tools=tools, **options)["input_ids"]
+            if list(ids) == list(without):
+                raise ValueError("the model's chat template does not use `tools`: omit them")
         if not len(ids):
             raise ValueError("it is empty")
         return ids

@@ -52,7 +52,8 @@ def too_long_error(location: object, length: int, capacity: int) -> ValueError:
     """Build the error for a sample that is longer than a pack or than `max_length`."""
     return ValueError(
         f"{location} has {length} tokens, at most {capacity} are allowed: choose overflow= "
-        "(split, truncate or drop), or raise budget= or max_length=, up to the model's positions"
+        "(split, truncate or drop), or raise budget= or max_length=, up to the model's positions; "
+        "samples with images can only be dropped, those with a label not be split"
     )
 
 

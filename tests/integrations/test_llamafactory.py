@@ -16,7 +16,10 @@ import torch
 from tiny_inputs import write_inputs
 from transformers import AutoModelForCausalLM
 
-HAS_LLAMAFACTORY = importlib.util.find_spec("llamafactory") is not None
+needs_llamafactory = pytest.mark.skipif(
+    importlib.util.find_spec("llamafactory") is None,
+    reason="LLaMA-Factory pins others: .ci/llamafactory",
+)
 PAGE = Path(__file__).parents[2] / "docs/trainers/axolotl.md"
 SETTINGS = {
     "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_target": "all",
@@ -32,23 +35,38 @@ def script() -> str:
     return PAGE.read_text().split("```python\n# packed.py: ")[1].split("\n", 1)[1].split("```")[0]
 
 
-@pytest.mark.skipif(not HAS_LLAMAFACTORY, reason="LLaMA-Factory pins others: .ci/llamafactory")
-def test_the_documented_script_trains_on_packs_of_its_rows(tmp_path, monkeypatch):
+def run_script(tmp_path, monkeypatch, **changes) -> dict:
+    """Run the program of the page; return its variables."""
     import yaml
-    from peft import PeftModel
 
     write_inputs(tmp_path)
     info = {"rows": {"file_name": "alpaca.jsonl"}}
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     paths = {"model_name_or_path": str(tmp_path / "model"), "dataset_dir": str(tmp_path),
              "output_dir": str(tmp_path / "out")}  # fmt: skip
-    (tmp_path / "train.yaml").write_text(yaml.safe_dump(SETTINGS | paths))
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(SETTINGS | paths | changes))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["packed.py", "train.yaml"])
     program = {"__name__": "__main__"}
     exec(compile(script(), "packed.py", "exec"), program)
-    trainer = program["trainer"]
+    return program
 
+
+@needs_llamafactory
+@pytest.mark.parametrize(
+    "changes", [{"stage": "dpo"}, {"packing": True}, {"neat_packing": True}], ids=str
+)
+def test_the_documented_script_stops_at_other_stages_and_packing(tmp_path, monkeypatch, changes):
+    with pytest.raises(SystemExit, match="trains stage: sft; remove packing and neat_packing"):
+        run_script(tmp_path, monkeypatch, **changes)
+
+
+@needs_llamafactory
+def test_the_documented_script_trains_on_packs_of_its_rows(tmp_path, monkeypatch):
+    from peft import PeftModel
+
+    program = run_script(tmp_path, monkeypatch, per_device_eval_batch_size=2)
+    trainer = program["trainer"]
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
     total, count = 0.0, 0
     for row in program["data"]["train_dataset"]:

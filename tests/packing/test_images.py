@@ -115,6 +115,8 @@ def test_a_sample_with_images_is_never_cut():
             [*packer.add([sample]), *packer.finish()]
         with pytest.raises(ValueError, match="would be cut"):
             list(PackedDataset([sample], budget=32, overflow=overflow, pretokenize=True))
+    with pytest.raises(ValueError, match="samples with images can only be dropped"):
+        list(PackedDataset(tiny_vlm.chats()[:1], tokenizer=tiny_vlm.processor(), budget=32))
     assert len(list(PackedDataset([sample], budget=64))) == 1
 
 

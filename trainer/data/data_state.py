@@ -85,7 +85,8 @@ def load_data_state(loader: PackedLoader, folder: Path, name: str = STATE_FILE) 
     if not path.is_file():
         raise ValueError(
             f"{folder} has no {name}: it was saved without packed data, or its save was "
-            "interrupted; choose another checkpoint"
+            "interrupted; choose another checkpoint, or start from its weights and its optimizer "
+            "as docs/data/resume.md shows (From a checkpoint of another trainer)"
         )
     load_merged_state(loader, read_state(path, fall_back=False))
 

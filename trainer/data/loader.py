@@ -420,6 +420,8 @@ class EvaluationLoader(PackedLoader):
         packs_per_rank = math.ceil(total / self.packs_at_a_time)
         self.packs = packs_per_rank if limit is None else min(packs_per_rank, limit)
         """Packs of this rank; the same number on every rank."""
+        self.samples = 0
+        """Samples over all ranks; counted in the first read."""
         self._items_per_pack: float | None = None
 
     def __len__(self) -> int:
@@ -432,9 +434,12 @@ class EvaluationLoader(PackedLoader):
         self._check_same_data()
         if self._items_per_pack is None:
             self.dataset.rewind()
-            infos = (info for _, info in islice(self._loader, self.packs))
-            total = float(sum_over_ranks(sum(info.loss_weight for info in infos)))
-            self._items_per_pack = self._per_replica(total) / self.packs
+            counts = torch.zeros(2, dtype=torch.float64)
+            for _, info in islice(self._loader, self.packs):
+                counts += torch.tensor([info.loss_weight, len(info.lengths)])
+            weight, samples = sum_over_ranks(counts).tolist()
+            self._items_per_pack = self._per_replica(weight) / self.packs
+            self.samples = round(samples / max(1, world_size() // self.packs_at_a_time))
         self.dataset.rewind()
         self._state = None
         return islice(super().__iter__(), self.packs)

@@ -132,7 +132,8 @@ def _text(completion: Any) -> str:
 
 def _table_row(example: Example, completion: Any, scores: dict[str, float]) -> TableRow:
     reference = "" if example.reference is None else str(example.reference)
-    return TableRow(_prompt_text(example.prompt), _text(completion), reference, scores)
+    token_ids = [int(token) for token in completion.token_ids]
+    return TableRow(_prompt_text(example.prompt), _text(completion), reference, scores, token_ids)
 
 
 def _prompt_text(prompt: Any) -> str:

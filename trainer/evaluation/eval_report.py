@@ -29,6 +29,8 @@ class TableRow:
     """The example's reference as text."""
     scores: dict[str, float] = field(default_factory=dict)
     """The value of each metric."""
+    token_ids: list[int] = field(default_factory=list)
+    """The token ids of the completion."""
 
 
 @dataclass(frozen=True, slots=True)

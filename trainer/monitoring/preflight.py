@@ -289,7 +289,7 @@ def _describe_plan(data: PackedDataset) -> list[str]:
         f"{per_epoch}, fill {report['fill']:.1%}, "
         f"{report['sequences'] / max(1, report['packs']):.1f} sequences per pack; "
         f"{overflow}, {report['truncated']:,} truncated, {report['dropped']:,} dropped",
-        *_describe_mixture(report, data.source_names),
+        *_describe_mixture(report, data.source_names, max_packs),
     ]
 
 
@@ -300,8 +300,8 @@ def _plan_report(data: PackedDataset) -> tuple[dict, int]:
     return (data.report(), 0) if estimated is None else (estimated, MAX_PLANNED)
 
 
-def _describe_mixture(report: dict, names: list[str]) -> list[str]:
-    """Describe the share of each source, and how often an epoch reads it."""
+def _describe_mixture(report: dict, names: list[str], max_packs: int | None) -> list[str]:
+    """Describe the share of each source in an epoch, and how often the epoch reads it."""
     if len(report.get("laps", ())) < 2:
         return []
     sources = zip(names, report["shares"], report["laps"], strict=True)
@@ -309,7 +309,9 @@ def _describe_mixture(report: dict, names: list[str]) -> list[str]:
         f"{name} has {share:.1%} of the tokens, read {_times(laps)}"
         for name, share, laps in sources
     )
-    return [f"of an epoch, {'; '.join(parts)}"]
+    is_cut = max_packs is not None and max_packs < report.get("epoch_packs", report["packs"])
+    epoch = f"a full epoch, not its first {max_packs:,} packs alone" if is_cut else "an epoch"
+    return [f"of {epoch}, {'; '.join(parts)}"]
 
 
 def _times(laps: float) -> str:

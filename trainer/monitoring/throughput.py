@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ...packing import IGNORE_INDEX
-from ...runtime import world_size
+from ...runtime import sum_over_ranks, world_size
 from ..data.loader import PackedLoader, PackInfo
 from .flops import ModelFlops, peak_flops
 
@@ -157,7 +157,7 @@ class ThroughputMeter:
             self._source_losses.setdefault(source, []).append(loss_and_count)
 
     def read(self) -> dict[str, float]:
-        """Return the rates over all ranks, extrapolated from this rank's packs."""
+        """Return the rates and totals over all ranks, extrapolated from this rank's packs."""
         seconds, packs = max(self.seconds(), 1e-9), max(1, self._packs)
         rates = {
             "tokens_per_second": self.ranks * self._tokens / seconds,
@@ -173,6 +173,19 @@ class ThroughputMeter:
         if self.flops is not None and self.peak:
             rates["mfu"] = self._flops / seconds / self.peak
         return {**self._read_sources(), **rates}
+
+    def totals(self) -> dict[str, float]:
+        """Return the tokens and samples since the start, summed over ranks: call it on all ranks.
+
+        `read` extrapolates these values, so that it may be called on one rank alone.
+        """
+        sources = self.source_names if self.by_source else ()
+        counts = [self.seen["tokens"], self.seen["samples"]]
+        counts += [self._tokens_seen_of[source] for source in range(len(sources))]
+        readers = max(1, world_size() // self.ranks)  # ranks that read the same packs
+        names = ["tokens_seen", "samples_seen", *(f"tokens_{name}" for name in sources)]
+        sums = sum_over_ranks(torch.tensor(counts)) / readers
+        return dict(zip(names, map(round, sums.tolist()), strict=True))
 
     def _read_sources(self) -> dict[str, float]:
         """Return the tokens, share of tokens and loss of each source."""

@@ -165,10 +165,13 @@ class PackedTrainerMixin(IntactCheckpointMixin):
         self._loader: PackedLoader | None = None
         self._eval_loaders: dict[int, tuple[Any, TrainerEvaluationLoader]] = {}
         """Loaders by the id of their evaluation set, which is kept."""
+        self._eval_loader: TrainerEvaluationLoader | None = None
+        """The loader of the latest evaluation."""
         self._resume_from: Path | None = None
         self._aux_loss, self._aux_steps = torch.zeros(()), 0
         """The sum of this rank's auxiliary losses since the last log, and the number of steps."""
-        self._logged_aux_loss: dict[str, float] = {}
+        self._logged_values: dict[str, float] = {}
+        """The mean auxiliary loss and the totals of packs that the next log shows."""
         self._checked_loss: Any = None
         """The attached loss of the model that the start check has passed."""
         self.prepared_layers: PreparedLayers | None = None
@@ -325,7 +328,8 @@ class PackedTrainerMixin(IntactCheckpointMixin):
                     self._check_model(packed)  # an evaluation without training: masks are repaired
                 loader.limits = ModelLimits.of(self.accelerator.unwrap_model(self.model))
             self._eval_loaders[id(data)] = data, loader
-        return self._eval_loaders[id(data)][1]
+        self._eval_loader = self._eval_loaders[id(data)][1]
+        return self._eval_loader
 
     def _has_stock_attention(self) -> bool:
         config = self.attached_loss.model.config.get_text_config()
@@ -464,8 +468,14 @@ class PackedTrainerMixin(IntactCheckpointMixin):
 
     def _log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # Here, because all ranks reach this point; `log` may be called on one rank only.
-        self._logged_aux_loss = self._mean_aux_loss() if self.control.should_log else {}
+        should_log = self.control.should_log
+        self._logged_values = self._mean_aux_loss() | self._pack_totals() if should_log else {}
         super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _pack_totals(self) -> dict[str, float]:
+        """Return tokens and samples since the start, summed over ranks, by their names in logs."""
+        totals = {} if self.meter is None else self.meter.totals()
+        return {_PackTag(f"pack/{name}"): value for name, value in totals.items()}
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         has_none = eval_dataset is None and self.eval_dataset is None
@@ -484,7 +494,16 @@ class PackedTrainerMixin(IntactCheckpointMixin):
         only_losses = self.args.prediction_loss_only
         logits = nullcontext() if only_losses else self._logits_kept()
         with self._paused_meter(), logits, metrics_kept(self, "eval"):
-            return super().predict(*args, **kwargs)
+            output = super().predict(*args, **kwargs)
+        self._count_samples(output.metrics or {})
+        return output
+
+    def _count_samples(self, metrics: dict[str, float]) -> None:
+        """Count samples in the rate of an evaluation, where the stock trainer counts packs."""
+        for name in list(metrics):
+            runtime = metrics.get(name.replace("_samples_per_second", "_runtime"))
+            if name.endswith("_samples_per_second") and runtime and self._eval_loader is not None:
+                metrics[name] = round(self._eval_loader.samples / runtime, 3)
 
     def _logits_kept(self) -> AbstractContextManager:
         if self.attached_loss.head == "document" and world_size() > 1:
@@ -568,18 +587,20 @@ class PackedTrainerMixin(IntactCheckpointMixin):
         return super()._prepare_inputs(moved)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "train_runtime" not in logs:
+            self._count_samples(logs)
         if self.meter is not None and self._loader is not None:
             # The trainer counts packs as samples, and the run as one epoch.
             self.state.epoch = self._loader.epochs_done() or self.state.epoch
             if "train_runtime" in logs:
-                samples = self.meter.read()["samples_seen"]
+                logs |= self._pack_totals()  # all ranks log the end of the training
+                samples = logs["pack/samples_seen"]
                 logs["train_samples_per_second"] = round(samples / logs["train_runtime"], 3)
             if "loss" in logs:
-                rates = self.meter.read()
-                logs = {**logs, **self._logged_aux_loss}
-                logs |= {_PackTag(f"pack/{name}"): v for name, v in rates.items()}
+                rates = {_PackTag(f"pack/{name}"): v for name, v in self.meter.read().items()}
+                logs = {**logs, **rates, **self._logged_values}
                 if (metrics := trl_log(self)) is not None:
-                    metrics["train"]["num_tokens"] = [rates["tokens_seen"]]
+                    metrics["train"]["num_tokens"] = [logs["pack/tokens_seen"]]
                 self.meter.reset()
         super().log(logs, *args, **kwargs)
 

@@ -348,7 +348,7 @@ class PackedCallback(pl.Callback):
     def _log_step(
         self, pl_module: pl.LightningModule, losses: list[Tensor], aux_losses: list[Tensor]
     ) -> None:
-        rates = tracker_tags(self.meter.read())
+        rates = tracker_tags({**self.meter.read(), **self.meter.totals()})
         pl_module.log_dict(rates, batch_size=1)
         bar = {"prog_bar": True, "batch_size": 1}
         pl_module.log("tok/s", rates["pack/tokens_per_second"], logger=False, **bar)

@@ -130,6 +130,14 @@ def test_tools_reach_the_chat_template(server):
     assert without["prompt_tokens"] == len(before) < with_tools["prompt_tokens"]
 
 
+def test_tools_that_the_chat_template_does_not_use_are_refused(server):
+    tool = {"type": "function", "function": {"name": "look"}}
+    with client(server) as http:
+        response = http.post("/v1/chat/completions", json={"messages": CHAT, "tools": [tool]})
+    assert response.status_code == 400
+    assert "chat template does not use `tools`: omit them" in response.json()["error"]["message"]
+
+
 def test_every_route_needs_the_token(server):
     paths = [route.path for route in server._routes.routes]
     assert len(paths) == 5

@@ -126,17 +126,20 @@ def test_ranks_with_uneven_shares_evaluate_the_whole_set(monkeypatch):
     whole = list(tiny_run.dataset())
     assert len(whole) % 2  # one rank gets an empty pack
     counted = float(sum(pack.num_label_tokens for pack in whole))
+    samples = float(sum(len(pack.lengths) for pack in whole))
     given = []
 
     def sum_over_ranks(value):
-        given.append(value)
-        return torch.tensor(counted)
+        given.append(value.tolist())
+        return torch.tensor([counted, samples])
 
     monkeypatch.setattr("nopad.trainer.data.loader.world_size", lambda: 2)
     monkeypatch.setattr("nopad.trainer.data.loader.sum_over_ranks", sum_over_ranks)
-    shares = [list(EvaluationLoader(tiny_run.dataset(rank=r, world_size=2))) for r in (0, 1)]
+    loaders = [EvaluationLoader(tiny_run.dataset(rank=r, world_size=2)) for r in (0, 1)]
+    shares = [list(loader) for loader in loaders]
     assert len(shares[0]) == len(shares[1]) == 8
-    assert len(given) == 2 and sum(given) == counted
+    assert [sum(each) for each in zip(*given, strict=True)] == [counted, samples]
+    assert [loader.samples for loader in loaders] == [samples, samples]
     found = [sum(int((batch["labels"] != -100).sum()) for batch in share) for share in shares]
     assert sum(found) == counted
     assert {float(b["num_items_in_batch"]) for share in shares for b in share} == {counted / 16}

@@ -19,7 +19,7 @@ def test_metrics_are_means_over_what_was_completed():
     report = GenerationEval(echo, EXAMPLES, {"exact": equal}, name="echo").run(7)
     assert report.metrics["eval/echo/exact"] == 0.75
     assert report.metrics["eval/echo/new_tokens"] == 8
-    assert report.rows[1] == TableRow("b", "b", "x", {"exact": 0.0})
+    assert report.rows[1] == TableRow("b", "b", "x", {"exact": 0.0}, [1, 2])
 
 
 def test_a_conversation_is_shown_as_one_and_no_reference_as_nothing():
@@ -30,8 +30,8 @@ def test_a_conversation_is_shown_as_one_and_no_reference_as_nothing():
 
     rows = GenerationEval(answers, [Example(turns), Example([1, 2])]).run(1).rows
     assert rows == [
-        TableRow("system: Count.\nuser: How\nmany?", "4", ""),
-        TableRow("[1, 2]", "4", ""),
+        TableRow("system: Count.\nuser: How\nmany?", "4", "", {}, [1, 2]),
+        TableRow("[1, 2]", "4", "", {}, [1, 2]),
     ]
 
 
@@ -69,7 +69,7 @@ def test_all_completions_of_every_evaluation_are_appended_to_a_file(tmp_path):
     assert [row["completion"] for row in rows[:4]] == ["a", "\ud800", "c", "d"]
     assert rows[2] == {
         "step": 5, "evaluation": "two", "prompt": "c", "completion": "c", "reference": "c",
-        "scores": {"exact": 1.0, "length": None},
+        "scores": {"exact": 1.0, "length": None}, "token_ids": [1, 2],
     }  # fmt: skip
 
 

@@ -63,6 +63,9 @@ def test_the_banner_of_a_mixture_is_that_of_its_epoch(stopping_strategy, packs, 
     assert plan.startswith(f"{data.count()} packs of 8 tokens per epoch, fill {report['fill']:.1%}")
     assert [part.partition("read ")[2] for part in sources.split(";")] == laps
     assert f"source_1 has {report['shares'][1]:.1%} of the tokens" in sources
+    cut = PackedDataset(mixture, budget=8, stopping_strategy=stopping_strategy, max_packs=3)
+    told = check_run(tiny_run.model(), cut)[2]
+    assert told == sources.replace("an epoch", "a full epoch, not its first 3 packs alone")
 
 
 def test_of_more_documents_than_are_planned_the_banner_says_about(monkeypatch):

@@ -77,9 +77,8 @@ def trainer(
         report_to=[],
         disable_tqdm=True,
         max_grad_norm=0,
-        logging_steps=1,
         lr_scheduler_type="constant",
-        **{"save_strategy": "no", "learning_rate": 1e-2, **settings},
+        **{"save_strategy": "no", "learning_rate": 1e-2, "logging_steps": 1, **settings},
     )
     watch = Watch()
     run = kind(tiny_run.model(), args, collator, data, callbacks=[watch], **(more or {}))
@@ -176,6 +175,7 @@ def main(folder: Path, world: int) -> None:
                 "gradients": gradients(folder, world),
                 "resumed": resumed(folder),
                 "curve": seen.losses,
+                "totals": [ended.state.log_history[n]["pack/tokens_seen"] for n in (-2, -1)],
                 "ends": [ended.state.global_step, len(watch.losses)],
                 "evaluated": evaluated(folder),
             }

@@ -148,6 +148,22 @@ def test_tokens_seen_are_those_of_the_packs(tmp_path):
         assert run.state.num_input_tokens_seen == seen
 
 
+def test_the_last_log_has_the_totals_and_every_rate_counts_samples(tmp_path):
+    data, validation = tiny_run.dataset(19), tiny_run.dataset(9)
+    more = {"eval_dataset": validation}
+    run, _ = trainer(tmp_path, data, 1, more, num_train_epochs=1, logging_steps=3)
+    metrics = run.train().metrics
+    report, end = data.report(), run.state.log_history[-1]
+    for values in (metrics, end):
+        assert values["pack/tokens_seen"] == report["packed_tokens"]
+    assert end["pack/samples_seen"] == sum(len(pack.lengths) for pack in tiny_run.packs(data, 99))
+    samples = sum(len(pack.lengths) for pack in tiny_run.packs(validation, 99))
+    predicted = run.predict(validation).metrics
+    for prefix, values in (("eval", run.evaluate()), ("test", predicted)):
+        counted = values[f"{prefix}_samples_per_second"] * values[f"{prefix}_runtime"]
+        assert counted == pytest.approx(samples, rel=0.01)
+
+
 SFT_VALUES = {
     "max_length": 512, "truncation_mode": "keep_end", "completion_only_loss": False,
     "assistant_only_loss": True, "dataset_text_field": "body", "dataset_kwargs": {"add": 1},

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_run
+import torch
 from nopad.collators import PaddedCollator
 from nopad.packing import PackedDataset
 from transformers import (
@@ -47,6 +48,11 @@ def test_resumed_equals_uninterrupted_to_the_bit(one, two):
 
 def test_the_loss_curve_does_not_depend_on_the_number_of_ranks(one, two):
     assert np.allclose(one[0]["curve"], two[0]["curve"], rtol=1e-5)
+
+
+def test_tokens_seen_are_the_sum_over_ranks(one, two):
+    tokens = 2 * tiny_run.dataset(19).report()["packed_tokens"]
+    assert [rank["totals"] for rank in (*one, *two)] == [[tokens] * 2] * 3
 
 
 def test_epochs_end_after_the_same_step_on_all_ranks(one, two):
@@ -297,3 +303,40 @@ def test_trl_s_sft_trainer_evaluates_packs(named, tmp_path):
 def test_a_loss_of_trl_s_own_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"loss_type='dft'.*'nll'"):
         trl_trainer(tmp_path, tiny_run.model(), tiny_run.dataset(), loss_type="dft")
+
+
+def test_a_checkpoint_of_the_stock_trainer_continues_with_its_optimizer(tmp_path):
+    from nopad.trainer.with_hf import PackedTrainer
+    from transformers import AutoModelForCausalLM, Trainer
+
+    rows = [{"input_ids": list(range(1, 20)), "labels": list(range(1, 20))}] * 4
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "max_steps": 2}
+    Trainer(tiny_run.model("sdpa"), TrainingArguments(str(tmp_path), **quiet), None, rows).train()
+    folder = tmp_path / "checkpoint-2"
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="nopad")
+    args = TrainingArguments(str(tmp_path / "packed"), **quiet, save_strategy="no")
+    run = PackedTrainer(model, args, None, tiny_run.dataset())
+    with pytest.raises(ValueError, match="start from its weights and its optimizer"):
+        run.train(resume_from_checkpoint=folder)
+    run = PackedTrainer(model, args, None, tiny_run.dataset())
+    run.create_optimizer()
+    saved = torch.load(folder / "optimizer.pt")
+    run.optimizer.load_state_dict(saved)
+    moments = float(saved["state"][0]["exp_avg"].sum())  # before the training changes them
+    first: list[float] = []
+    run.add_callback(SeesMoments(first))
+    run.train()
+    assert {float(state["step"]) for state in run.optimizer.state.values()} == {4.0}
+    assert first == [moments]
+
+
+class SeesMoments(TrainerCallback):
+    """Notes the first moments that the first step begins with."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **_):
+        if state.global_step == 0:
+            parameter = optimizer.param_groups[0]["params"][0]
+            self.seen.append(float(optimizer.state[parameter]["exp_avg"].sum()))
