@@ -1,4 +1,4 @@
-"""`Varlen`, `Pages`: sequence boundaries and page tables of a call; derived data its layers share.
+"""`Varlen`, `Pages`: boundaries and page tables of a call; `batch_cache`: data its layers share.
 
 A packed training row, a prefill, a decode step and any mix of them are the same value. They differ
 only in where the keys are: beside the queries, or in the pages of a cache.

@@ -1,4 +1,4 @@
-"""`ParquetSource`: rows of Parquet files; a shard reads only its row groups, a few rows at once."""
+"""`ParquetSource`: rows of Parquet files; a shard is a range of rows, read a few rows at once."""
 
 from __future__ import annotations
 

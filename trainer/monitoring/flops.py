@@ -1,4 +1,4 @@
-"""FLOPs of a training step, the device's peak, and whether it supports bf16.
+"""FLOPs of a training step; peak bf16 FLOP/s of a GPU; whether a CPU has bf16 instructions.
 
     matrices   6 FLOPs per weight and token (2 forward, 4 backward)
     attention  12 FLOPs per query head, head dimension and (query, key) pair of one sequence
