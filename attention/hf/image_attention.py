@@ -36,7 +36,7 @@ class ImageAttention:
         self._hooks = [
             m.register_forward_pre_hook(_without_text, with_kwargs=True) for m in modules
         ]
-        self._configs = [module.config for module in modules]
+        self._configs: list[Any] = [module.config for module in modules]
         for config in self._configs:
             config._attn_implementation = IMAGE_ATTENTION
 
