@@ -22,6 +22,7 @@ import json
 import random
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -53,7 +54,7 @@ WAYS = {
     "TRL generate": {},
     "TRL vLLM": {"use_vllm": True, "vllm_mode": "colocate"},
 }
-SETTINGS = {"prompts": 8, "generations": 16, "prompt_tokens": 1100, "max_tokens": 1024, "steps": 3}
+SETTINGS = {"prompts": 8, "generations": 16, "prompt_tokens": 1100, "max_tokens": 1024, "steps": 4}
 """Those that a record's cells share, and their defaults."""
 PARTS = {
     "generation": "_generate_single_turn",
@@ -102,11 +103,12 @@ def finished_cells(path: Path | None, settings: dict[str, int]) -> list[dict[str
 
 
 def measure(shape: str, way: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Train a few steps in one way; return the parts of its median step, or its error."""
+    """Train a few steps in one way; return the parts of its last step, or its error."""
     cell = {"shape": shape, "way": way}
     try:
         cell |= train(shape, way, args)
     except (Exception, SystemExit) as error:
+        traceback.print_exc()
         cell["error"] = (f"{type(error).__name__}: {error}".strip().splitlines() or [""])[0][:300]
     gc.collect()
     torch.cuda.empty_cache()
@@ -170,17 +172,13 @@ def time_parts(trainer: Any) -> Iterator[dict[str, list[float]]]:
 
 
 def summary(trainer: Any, seconds: dict[str, list[float]], args: argparse.Namespace) -> dict:
-    """Return the parts of the median step after the first, which compiles and captures."""
-    later = range(min(1, args.steps - 1), args.steps)
-    middle = sorted(later, key=lambda step: seconds["step"][step])[len(later) // 2]
-    step, scoring, generation = (
-        seconds[part][middle] for part in ("step", "scoring", "generation")
-    )
+    """Return the parts of the last step: early ones compile, and learn how much memory is left."""
+    step, scoring, generation = (seconds[part][-1] for part in ("step", "scoring", "generation"))
     lines = [line for line in trainer.state.log_history if "completions/mean_length" in line]
     parts = {
         "step_s": step,
         "generation_s": generation,
-        "refresh_s": seconds["refresh"][middle],
+        "refresh_s": seconds["refresh"][-1],
         "scoring_s": scoring - generation,
         "loss_and_backward_s": step - scoring,
         "steps_per_hour": 3600 / step,

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..attention import PageAllocator, PagedCache, check_supported, layer_shapes
 from ..attention.hf import StatefulModule, StatePool, stateful_parts
 from .execution.cuda_graphs import graph_bytes
-from .execution.memory_budget import budget_bytes, record_engine_bytes
+from .execution.memory_budget import budget_bytes, count_engine_bytes
 from .execution.model_runner import ModelRunner
 from .fused.fused_ops import FusedOps, verified_ops
 from .fused.qkv_weights import stacked_bytes
@@ -104,7 +104,7 @@ def build_executor(
     state_bytes = num_rows * sum(each.bytes for each in stateful.values())
     states = StatePool(stateful, num_rows, device) if stateful else None
     cache = _build_cache(model, settings, key, budget - state_bytes, num_rows)
-    record_engine_bytes(cache.num_pages * cache.page_bytes + state_bytes, device)
+    count_engine_bytes(cache, cache.num_pages * cache.page_bytes + state_bytes, device)
     scheduler = Scheduler(
         PageAllocator(cache.num_pages, settings.page_size), max_num_seqs=num_rows,
         max_num_batched_tokens=settings.max_num_batched_tokens,

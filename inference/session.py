@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..attention.backends import forced_paged_backend
+from .execution.memory_budget import SPARE
 from .executor import BuildKey, Executor, build_executor, build_fused_ops, build_key
 from .fused.fused_ops import fused_ops_enabled
 from .live_model.borrow import borrow_model
@@ -142,12 +143,23 @@ class ModelSession:
         return self.executor is not None and self._weights.unchanged()
 
     def release_if_idle(self) -> None:
-        """Release everything if no call and no request is left, unless keep_memory=True."""
-        if self.settings.keep_memory or self.num_calls or self._has_requests():
+        """Release everything if no call and no request is left, unless it is kept."""
+        if self.num_calls or self._has_requests():
+            return
+        if self.settings.keep_memory and not self._precedes_training():
             return
         if self.executor is not None:
             self.loop.drain()
             self.release()
+
+    def _precedes_training(self) -> bool:
+        """Whether a training is about to need memory, and what it leaves unused is not known yet.
+
+        That shows in its second step: the state of most optimizers is allocated by the first.
+        """
+        on_gpu = self.executor is not None and self.executor.key.device.type == "cuda"
+        is_new = self._model.training and self._weights.num_steps < 2
+        return on_gpu and is_new and self.settings.memory == SPARE
 
     def get_limit(self, name: str) -> int:
         """The current `max_num_seqs` or `max_num_batched_tokens`."""

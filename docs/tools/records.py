@@ -90,6 +90,60 @@ def _grid_cell(run: dict[str, Any] | None) -> str:
     return run["error"].split(":")[0] if "error" in run else f"{_k(run)}, {_beyond(run)}"
 
 
+def models_table() -> str:
+    """An encoder and a model of images, packed beside the stock trainer on padded batches."""
+    path, record = newest("models")
+    shown = {
+        "modernbert-base": "ModernBERT-base, masked LM",
+        "qwen2.5-vl-3b lora": "Qwen2.5-VL-3B with images, LoRA",
+    }
+    rows = []
+    for name, label in shown.items():
+        packed, padded = (record["cells"][name][arm] for arm in ("packed", "padded"))
+        speed = packed["tokens_per_second"] / padded["tokens_per_second"]
+        rows.append([
+            label,
+            f"**{_k(packed)}**, {_gb(packed)}",
+            f"{_k(padded)}, {_gb(padded)}",
+            f"{padded['fill']:.0%}",
+            f"{speed:.1f}x",
+        ])  # fmt: skip
+    return _table(["model", "packed", "padded", "fill of padded", "speed"], rows, path)
+
+
+def preferences_table() -> str:
+    """DPO and reward training beside TRL's trainers."""
+    path, record = newest("preferences")
+    rows = []
+    for task, name in {"dpo": "DPO", "reward": "reward model"}.items():
+        ways = record["results"][task]
+        best = max(run.get("pairs_per_second", 0) for way, run in ways.items() if way != "nopad")
+        rows.append([
+            name,
+            *(_pairs(ways[way]) for way in ("nopad", "TRL", "TRL liger")),
+            f"{ways['nopad']['pairs_per_second'] / best:.1f}x",
+        ])  # fmt: skip
+    head = ["pairs per second, peak memory", "nopad", "TRL", "TRL, liger-kernel", "speed"]
+    return _table(head, rows, path)
+
+
+def _pairs(run: dict[str, Any]) -> str:
+    return "does not run" if "error" in run else f"{run['pairs_per_second']:.1f}, {_gb(run)}"
+
+
+def rollouts_table() -> str:
+    """Seconds of a GRPO step."""
+    path, record = newest("rollouts")
+    rows = [
+        [f"{cell['shape'].upper()}, {cell['way']}",
+         *(f"{cell[part + '_s']:.1f}" for part in ("step", "generation", "loss_and_backward")),
+         f"{cell['steps_per_hour']:.0f}"]
+        for cell in record["results"]
+    ]  # fmt: skip
+    head = ["shape, way", "step, s", "generation, s", "loss and backward, s", "steps per hour"]
+    return _table(head, rows, path)
+
+
 def loop_table() -> str:
     """Loops in bf16: padded batches, the flattening collator, and ours."""
     path, record = newest("training")

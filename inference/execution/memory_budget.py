@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
+from weakref import finalize
 
 import torch
 
@@ -43,21 +45,48 @@ def check_memory(memory: Any) -> Memory:
 def _spare_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return min(_CPU_DEFAULT, _free_bytes(device) // 4)
-    reserved = torch.cuda.memory_reserved(device)
-    # The peak includes the pages of earlier engines, which training does not need.
-    peak = max(torch.cuda.max_memory_reserved(device) - _engine_bytes.get(device, 0), 0)
-    available = _free_bytes(device) + reserved - max(peak, torch.cuda.memory_allocated(device))
+    needed = max(_training_peak(device), torch.cuda.memory_allocated(device))
+    available = _free_bytes(device) + torch.cuda.memory_reserved(device) - needed
     # A tenth is left for the activations of the engine's forwards.
     return int(max(available, 0) * 0.9)
 
 
-_engine_bytes: dict[torch.device, int] = {}
-"""The most that one engine has allocated; as process-wide as torch's peak, which includes it."""
+@dataclass
+class _Usage:
+    """What a device was used for until it was last looked at."""
+
+    engines: int = 0
+    """Bytes of the pages and states that engines hold now."""
+    training: int = 0
+    """The most that was reserved without them."""
+    peak: int = 0
+    """Torch's peak of reserved bytes, with them."""
 
 
-def record_engine_bytes(size: int, device: torch.device) -> None:
-    """Record how much an engine has allocated on a device."""
-    _engine_bytes[device] = max(_engine_bytes.get(device, 0), size)
+_usage: dict[torch.device, _Usage] = {}
+"""As process-wide as torch's peak, from which it takes the pages of engines."""
+
+
+def _training_peak(device: torch.device) -> int:
+    """Return the most that was reserved besides the pages of engines, as far as it is known."""
+    usage = _usage.setdefault(device, _Usage())
+    peak = torch.cuda.max_memory_reserved(device)
+    # A peak as before is of another time, when engines may have held more.
+    seen = peak if peak != usage.peak else torch.cuda.memory_reserved(device)
+    usage.training, usage.peak = max(usage.training, seen - usage.engines), peak
+    return usage.training
+
+
+def count_engine_bytes(owner: Any, size: int, device: torch.device) -> None:
+    """Count `size` bytes of pages and states as an engine's, until their owner is gone."""
+    if device.type == "cuda":
+        _usage.setdefault(device, _Usage()).engines += size
+        finalize(owner, _discount_engine_bytes, size, device)
+
+
+def _discount_engine_bytes(size: int, device: torch.device) -> None:
+    _training_peak(device)  # while the peak is that of training beside these pages
+    _usage[device].engines -= size
 
 
 def _free_bytes(device: torch.device) -> int:

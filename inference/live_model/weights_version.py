@@ -70,13 +70,17 @@ class WeightsVersion:
         """Which adapters were active at the last check."""
         self._is_stepped = False
         """Whether an optimizer has stepped a parameter since the last check."""
+        self.num_steps = 0
+        """How often one ever has."""
         hook = partial(_note_step, ref(self))
         finalize(self, register_optimizer_step_post_hook(hook).remove)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._is_stepped |= any(id(p) in stepped for p in self._model.parameters())
+        if any(id(p) in stepped for p in self._model.parameters()):
+            self._is_stepped = True
+            self.num_steps += 1
 
     def refresh(self) -> bool:
         """Check all weights; return whether they changed since the last check."""

@@ -80,6 +80,19 @@ def test_keep_memory_false_frees_all_memory():
         assert torch.cuda.memory_allocated() == before
 
 
+def test_pages_are_kept_once_training_has_taken_two_steps():
+    model = llama().train()
+    engine, optimizer = Engine(model), torch.optim.Adam(model.parameters())
+    before = torch.cuda.memory_allocated() + (1 << 27)  # Adam's states, workspaces of libraries
+    for step in range(3):
+        engine.generate(prompts(3), GREEDY)
+        gc.collect()
+        assert (torch.cuda.memory_allocated() > before + (1 << 28)) == (step == 2)
+        model(torch.tensor(prompts(1), device="cuda")).logits.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_wide_weights_under_autocast_compute_in_the_narrow_dtype():
     model = llama(torch.float32)
     with torch.autocast("cuda", torch.bfloat16):
