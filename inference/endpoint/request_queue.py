@@ -167,11 +167,14 @@ class RequestQueue:
         """Return whether the time of the request that has waited longest is saved up."""
         assert self.time_share is not None
         self.time_share.start()
-        if not self._waiting:
-            return False
-        with self._lock:
-            first = next((each for each in self._waiting if not each.is_cancelled), None)
+        first = self._first_waiting()
         return first is not None and self.time_share.wait(self.expected_seconds(first)) == 0
+
+    def _first_waiting(self) -> ServedRequest | None:
+        if not self._waiting:
+            return None
+        with self._lock:
+            return next((each for each in self._waiting if not each.is_cancelled), None)
 
     def run(self, step: int | None = None, last: bool = False) -> None:
         """Run requests until none is left; called by the thread that may use the model.
@@ -182,7 +185,10 @@ class RequestQueue:
         """
         self.step = step
         self.is_closed |= last
-        start, share = time.monotonic(), None if last else self.time_share
+        share = None if last else self.time_share
+        if share is not None and not self.step_seconds and self._first_waiting() is not None:
+            self._measure_steps()
+        start = time.monotonic()
 
         def seconds_left() -> float:
             if share is None:
@@ -243,6 +249,14 @@ class RequestQueue:
             if request.is_cancelled:
                 del self._running[request_id]
                 self._engine.abort(request_id)
+
+    def _measure_steps(self) -> None:
+        """Generate a few tokens for nobody: requests of an unknown time could take any share."""
+        params = SamplingParams(max_tokens=_MIN_STEPS + 1, ignore_eos=True)
+        request_id = self._engine.add_request([0], params)
+        while not self.step_seconds:
+            self._run_step()
+        self._engine.abort(request_id)
 
     def _run_step(self) -> None:
         start = time.monotonic()

@@ -75,7 +75,7 @@ def test_requests_take_at_most_their_share_of_the_time(error, excess):
 
 
 @pytest.fixture(scope="module")
-def paused():
+def measured():
     """A server beside a training that never steps, after one request of known speed."""
     with running(when="step", max_share=1.0, max_pause=5.0) as server, ThreadPoolExecutor() as pool:
         first = pool.submit(complete, server)
@@ -83,6 +83,34 @@ def paused():
         server.run_requests(1)
         assert first.result().status_code == 200
         yield server
+
+
+@pytest.fixture
+def paused(measured, monkeypatch):
+    """The same server, on a machine that keeps its speed."""
+    monkeypatch.setattr(measured._queue, "_slack", 1.0)
+    return measured
+
+
+def test_the_time_of_a_step_is_known_before_requests_are_admitted():
+    """At an unknown time, all of the first burst would run on what one request has saved."""
+    limits = {"when": "step", "max_share": 0.1, "max_pause": 30}
+    with running(**limits) as server, ThreadPoolExecutor() as pool:
+        queue, step = server._queue, server._engine.step
+
+        def slowly():
+            time.sleep(0.02)
+            return step()
+
+        server._engine.step = slowly
+        burst = [pool.submit(complete, server, max_tokens=50, ignore_eos=True) for _ in range(4)]
+        until(lambda: queue.num_waiting == 4)
+        queue.time_share.start()
+        server.run_requests(1)
+        assert queue.num_waiting == 4, "50 steps of 20 ms take more than what is saved"
+        assert 0.02 <= queue.step_seconds < 1 and not server.is_due()
+        server.run_requests(1, last=True)
+        assert [call.result().status_code for call in burst] == [200] * 4
 
 
 def test_a_request_that_would_stop_the_training_for_long_is_refused(paused, monkeypatch):
