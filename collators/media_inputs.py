@@ -1,9 +1,10 @@
-"""Model inputs for the images of packs: pixel values, grids and M-RoPE positions, concatenated.
+"""Model inputs for the images of packs: pixel values, grids, M-RoPE positions, token types.
 
     images of samples  A: 1 | B: none | C: 2     pixel_values     [patches of A, patches of C]
                                                  image_grid_thw   [3, 3]
     M-RoPE             position_ids [4, 1, T]: those of the text first, then time, row and column,
                        restarting in every sample
+    token types        [1, T]: 1 for tokens of images, for models whose images see themselves
 
 A pack without images has the batch of text.
 """
@@ -18,6 +19,8 @@ import torch
 
 from ..packing import Pack
 
+BY_TOKEN = ("position_ids", "mm_token_type_ids", "token_type_ids")
+"""Inputs with an element for each token of a sample; all others are of images or patches."""
 NESTED = "pixel_attention_mask"
 """Input of models whose images have another dimension in front, of texts."""
 
@@ -30,7 +33,8 @@ def media_inputs(
     widths: tokens of each pack, with padding.
     positions: `position_ids` of the text, which those of M-RoPE replace.
     """
-    found, mrope, start = [], None, 0
+    found, start = [], 0
+    by_token: dict[str, torch.Tensor] = {}
     for pack, width in zip(packs, widths, strict=True):
         for images, begin in zip(pack.images or (), pack.cu_seqlens.tolist(), strict=False):
             if images is None:
@@ -38,15 +42,16 @@ def media_inputs(
             if len(positions) > 1:
                 raise ValueError("stack=True puts packs into rows, which images are not: omit it")
             inputs = images.model_inputs()
-            own = inputs.pop("position_ids", None)
-            if own is not None:
-                mrope = positions[None].repeat(4, 1, 1) if mrope is None else mrope
-                begin += start
-                mrope[1:, 0, begin : begin + own.shape[1]] = torch.from_numpy(own)
+            for name in [name for name in inputs if name in BY_TOKEN]:
+                own, is_mrope = torch.from_numpy(inputs.pop(name)), name == "position_ids"
+                if name not in by_token:
+                    text = positions[None].repeat(4, 1, 1)
+                    by_token[name] = text if is_mrope else torch.zeros_like(positions)
+                row = by_token[name][1:, 0] if is_mrope else by_token[name][0]
+                row[..., start + begin : start + begin + own.shape[-1]] = own
             found.append(inputs)
         start += width
-    batch = {name: concatenate(name, found) for each in found[:1] for name in each}
-    return batch if mrope is None else {**batch, "position_ids": mrope}
+    return {name: concatenate(name, found) for each in found[:1] for name in each} | by_token
 
 
 def concatenate(name: str, inputs: list[dict[str, Any]]) -> torch.Tensor:

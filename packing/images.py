@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 TEXT_INPUTS = ("input_ids", "attention_mask", "offset_mapping", "text_replacement_offsets")
-TOKEN_TYPES = "mm_token_type_ids"
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Names of an input that is 1 for tokens of images and 0 for text."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,9 +41,10 @@ class SampleImages:
     """Whether the tokenizer adds its special tokens to the text."""
 
     def model_inputs(self) -> dict[str, np.ndarray]:
-        """Return the inputs of the model besides tokens: pixels, grids, positions.
+        """Return the inputs of the model besides tokens: pixels, grids, positions, token types.
 
-        `position_ids` [3, T] are those of M-RoPE, counted from the start of the sample.
+        `position_ids` [3, T] are those of M-RoPE, counted from the start of the sample; they take
+        the place of token types.
         """
         found = process(self.processor, self.text, self.references, self.special_tokens)
         tokens = len(found["input_ids"][0])
@@ -51,12 +53,14 @@ class SampleImages:
                 f"a sample with images has {tokens} tokens, and had {self.text_tokens} when they "
                 "were counted: a file of an image was changed"
             )
-        types = found.pop(TOKEN_TYPES, None)
         inputs = {name: np.asarray(found[name]) for name in found if name not in TEXT_INPUTS}
-        if types is not None and "image_grid_thw" in inputs:
-            merge = self.processor.image_processor.merge_size
-            types = np.pad(types[0], (0, self.num_tokens - tokens))
-            inputs["position_ids"] = mrope_positions(types, inputs["image_grid_thw"], merge)
+        for name in [name for name in inputs if name in TOKEN_TYPES]:
+            types = np.pad(inputs.pop(name)[0], (0, self.num_tokens - tokens))
+            if "image_grid_thw" in inputs:
+                merge = self.processor.image_processor.merge_size
+                inputs["position_ids"] = mrope_positions(types, inputs["image_grid_thw"], merge)
+            else:
+                inputs[name] = types
         return inputs
 
     def inputs_alone(self) -> dict[str, np.ndarray]:
@@ -91,13 +95,21 @@ def process(
     found = dict(
         processor(text=[text], images=images, add_special_tokens=special_tokens, **options)
     )
-    types = found.pop("token_type_ids", None)
-    if images and types is not None and np.any(types):
+    types = found.get("token_type_ids")
+    if types is not None and not images:
+        del found["token_type_ids"]
+    elif types is not None and not np.array_equal(types, _are_images(processor, found)):
         raise ValueError(
-            f"{type(processor).__name__} is of a model that sees an image in both directions, "
-            "which packs do not support: train it on text, or on padded batches"
+            f"{type(processor).__name__} is of a model that sees a prompt in both directions, "
+            "which packs do not support: train it on padded batches"
         )
     return found
+
+
+def _are_images(processor: Any, inputs: Mapping[str, Any]) -> np.ndarray:
+    """Return the token types of a model whose images alone have one of their own."""
+    ids = getattr(processor, "image_token_ids", [processor.image_token_id])
+    return np.isin(np.asarray(inputs["input_ids"]), ids).astype(int)
 
 
 def load_image(reference: Any) -> Any:

@@ -77,7 +77,7 @@ LAYERS = {
          "preparation_progress", "argument_checks"},
     ],
     "attention": [
-        {"hf"}, {"attend", "custom_ops", "head_exchange"}, {"backends"}, {"paging"},
+        {"hf"}, {"attend", "custom_ops", "head_exchange", "image_spans"}, {"backends"}, {"paging"},
         {"varlen", "score_params", "reference"},
     ],
     "trainer": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, sinks, out, lse, cu_seqlens = ctx.saved_tensors
         backend, max_length, params = ctx.call
-        params = ScoreParams(params.scale, params.window, params.softcap, sinks)
+        params = replace(params, sinks=sinks)
         varlen = Varlen(cu_seqlens, max_length)
         grads = backend.backward(grad.contiguous(), q, k, v, out, lse, varlen, params)
         dsinks = grads[3] if sinks is not None else None

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..varlen import Varlen
+from .mask_patch import joins_image_tokens
 from .model_types import refuse_states
 from .sequence_limits import sequence_limit
 
@@ -35,7 +36,7 @@ def check_call(
 ) -> None:
     """Raise if the result would silently differ from the model's."""
     name = type(module).__name__
-    if mask is not None:
+    if mask is not None and not joins_image_tokens(mask):
         raise ValueError(
             f"{name}: attn_implementation='nopad' takes no attention_mask; pack instead"
         )

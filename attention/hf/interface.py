@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..attend import attend
+from ..image_spans import attend_image_spans
 from ..varlen import Varlen, batch_cache, start_batch
 from .call_check import check_call, check_lengths, check_model, check_not_sliced
 from .call_log import record_call
@@ -84,14 +85,21 @@ def attention(
     if not compiling:
         check_model(module, varlen, rows, layer)
     params["causal"] = _is_causal(module, is_causal)
-    out = attend(*flat_heads(query, key, value), varlen, layer=layer, **params)
+    q, k, v = flat_heads(query, key, value)
+    out = attend(q, k, v, varlen, layer=layer, **params)
+    if attention_mask is not None:  # which tokens of images see the next one
+        out = attend_image_spans(out, q, k, v, varlen, attention_mask, params)
     return out.view(rows, columns, *out.shape[1:]), None
 
 
 def flat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, H, T, D) -> (B*T, H, D): a view, if the layer transposed a (B, T, H, D)."""
-    tensors = _cast_to_one_dtype(query, key, value)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in tensors)
+    """(B, H, T, D) -> (B*T, H, D) of one dtype: views, if the layer transposed a (B, T, H, D).
+
+    Rotary embeddings in fp32 leave q and k wider than v; autocast casts inputs of products.
+    """
+    device = value.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    q, k, v = (x.to(dtype).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     return q, k, v
 
 
@@ -107,16 +115,7 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
 
 def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
     """Return the sliding window; layers of Qwen2-MoE have one, but leave it to the stock mask."""
-    if "sliding_window" in kwargs:
-        return kwargs["sliding_window"]
-    return getattr(module, "sliding_window", None)
-
-
-def _cast_to_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotary embeddings in fp32 leave q and k wider than v; autocast casts inputs of products."""
-    device = q.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else v.dtype
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    return kwargs.get("sliding_window", getattr(module, "sliding_window", None))
 
 
 def _infer_varlen(query: Tensor, position_ids: Tensor | None) -> tuple[Varlen, str]:

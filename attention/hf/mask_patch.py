@@ -3,7 +3,8 @@
 Transformers prepares all masks in one private function, `_preprocess_mask_arguments`. A wrapper
 around it has two uses:
 
-    nopad         refuse a padding mask, and skip the preparation, which costs a host sync
+    nopad         refuse a padding mask, and skip the preparation, which costs a host sync; the
+                  "mask" of a model whose images see themselves says which tokens see the next one
     sdpa, eager   inside `document_mask`, add the document ids of the batch to the mask; by itself
                   Transformers finds packed documents by their positions, which several models do
                   not pass to the mask (GPT-OSS, OPT, Falcon, BLOOM, ...): these attend across
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -70,8 +72,10 @@ def document_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.searchsorted(cu_seqlens[1:].long(), index, right=True)[None]
 
 
-def refuse_mask(*, attention_mask: Tensor | None = None, config: Any = None, **unused: Any) -> None:
-    """Refuse a padding mask and return None: the mask function of `nopad` in Transformers.
+def refuse_mask(
+    *, attention_mask: Tensor | None = None, config: Any = None, **details: Any
+) -> Tensor | None:
+    """Refuse a padding mask: the mask function of `nopad` in Transformers.
 
     A model that cannot be served is refused here as well, since it may call nothing else of ours.
     """
@@ -79,6 +83,8 @@ def refuse_mask(*, attention_mask: Tensor | None = None, config: Any = None, **u
     if not torch.compiler.is_compiling():  # compiled graphs drop the unused preparation anyway
         _check_served(config)
         install_mask_patch()
+        return _joined_image_tokens(sys._getframe(1).f_locals)
+    return None
 
 
 def mask_patch_installed() -> bool:
@@ -141,11 +147,13 @@ def _wrap(original: Any) -> Any:
     ) -> tuple:
         if config._attn_implementation == ATTN_IMPLEMENTATION:
             _check_no_mask(attention_mask)
+            joined = None
             if not torch.compiler.is_compiling():
                 _check_served(config)
+                joined = _joined_image_tokens(sys._getframe(1).f_locals)
             # Transformers returns early for a 4-D mask, in a tuple whose length its versions vary.
             early = original(config, inputs_embeds, _four_dims(inputs_embeds), *args, **kwargs)
-            return (True, None, *early[2:])
+            return (True, joined, *early[2:])
         prepared = original(config, inputs_embeds, attention_mask, *args, **kwargs)
         early_exit = prepared[0]
         if early_exit or not _documents or inputs_embeds.shape[1] != _documents[-1].shape[1]:
@@ -154,6 +162,33 @@ def _wrap(original: Any) -> Any:
 
     preprocess.nopad_original = original  # pyright: ignore[reportFunctionMemberAccess]
     return preprocess
+
+
+def _joined_image_tokens(arguments: dict[str, Any]) -> Tensor | None:
+    """bool [B, T, 1]: whether a token sees the next one, for models whose images do.
+
+    arguments: those of the function of Transformers that builds a mask: the images are among them,
+        or in a function which tells what queries see besides earlier keys.
+    """
+    sees, images = (arguments.get(name) for name in ("or_mask_function", "block_sequence_ids"))
+    if images is not None:
+        sees = masking_utils.blockwise_overlay(images)
+    if sees is None:
+        return None
+    if not sees.__qualname__.startswith("blockwise_overlay."):
+        raise ValueError(
+            f"attn_implementation='nopad' cannot serve a model that adds {sees.__qualname__} to "
+            "its mask: build it with another one"
+        )
+    rows, columns, _ = arguments["inputs_embeds"].shape
+    device = arguments["inputs_embeds"].device
+    row, token = torch.arange(rows, device=device)[:, None], torch.arange(columns, device=device)
+    return (sees(row, 0, token, (token + 1) % columns) & (token + 1 < columns))[..., None]
+
+
+def joins_image_tokens(mask: Tensor) -> bool:
+    """Return whether a mask says which tokens see the next one; no other mask has its shape."""
+    return mask.dtype == torch.bool and mask.ndim == 3 and mask.shape[2] == 1
 
 
 def _four_dims(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from nopad.attention import PagedCache, Pages, Varlen, attend
 from nopad.attention.hf import check_packed, check_paged, packed_batch, random_documents
+from nopad.attention.image_spans import attend_image_spans
 from nopad.attention.reference import reference
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 
@@ -138,3 +139,23 @@ def test_copies_of_pages_read_before_they_write():
     cache.copy_pages([0, 1], [1, 2])
     for tensor, before in zip(cache.layer(0), old, strict=True):
         assert torch.equal(tensor[1], before[0]) and torch.equal(tensor[2], before[1])
+
+
+@pytest.mark.parametrize("window", [None, 512])
+def test_images_that_see_themselves_are_those_of_a_cpu_in_fp32(window):
+    varlen = Varlen(torch.tensor([0, 1500, 2048], dtype=torch.int32), 1500)
+    joined = torch.zeros(2048, dtype=torch.bool)
+    for first in (40, 700, 1600):
+        joined[first : first + 255] = True
+    params = {"scale": DIM**-0.5, "window": window, "softcap": None, "sinks": None}
+    low, results = [x.requires_grad_() for x in draw(2048)], []
+    for device, tensors in (("cuda", low), ("cpu", [x.detach().float().cpu() for x in low])):
+        q, k, v = (x.detach().requires_grad_() for x in tensors)
+        here = Varlen(varlen.cu_seqlens.to(device), 1500)
+        causal = attend(q, k, v, here, **params)
+        out = attend_image_spans(causal, q, k, v, here, joined.to(device), params)
+        cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+        gradients = torch.autograd.grad(out, (q, k, v), cotangent.to(out))
+        results.append([x.float().cpu() for x in (out, *gradients)])
+    for ours, gold in zip(*results, strict=True):
+        assert (ours - gold).norm() < 0.02 * gold.norm()

@@ -13,7 +13,10 @@ from transformers import PreTrainedTokenizerFast
 QWEN_SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TILES = [f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)]
 IDEFICS_SPECIAL = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *QWEN_SPECIAL, *IDEFICS_SPECIAL, *TILES]
+GEMMA_ROLES = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>",
+               "eoi_token": "<end_of_image>"}  # fmt: skip
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *QWEN_SPECIAL, *IDEFICS_SPECIAL, *TILES,
+           *GEMMA_ROLES.values()]  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
@@ -31,7 +34,7 @@ QWEN = {
     "qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL",
     "qwen3_vl_moe": "Qwen3VLMoe", "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe",
 }  # fmt: skip
-TYPES = (*QWEN, "smolvlm", "idefics3")
+TYPES = (*QWEN, "smolvlm", "idefics3", "gemma3")
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
            "shared_expert_intermediate_size": 16}  # fmt: skip
 HYBRID = {
@@ -40,7 +43,8 @@ HYBRID = {
 }  # fmt: skip
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(**roles: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes; roles: tokens that a processor asks for by name."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE({token: i for i, token in enumerate([*letters, *SPECIAL])}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -51,6 +55,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<|endoftext|>",
         additional_special_tokens=SPECIAL[3:],
         model_input_names=["input_ids", "attention_mask"],
+        **({"extra_special_tokens": roles} if roles else {}),
     )
 
 
@@ -58,16 +63,21 @@ def processor(model_type: str = "qwen2_5_vl"):
     """Its video processor would need torchvision, and is never called."""
     is_qwen = model_type.startswith("qwen")
     shared = {name: "Qwen3VL" for name in QWEN if name.startswith("qwen3")}
-    name = (QWEN | shared).get(model_type, "Idefics3") + "Processor"
+    name = (QWEN | shared | {"gemma3": "Gemma3"}).get(model_type, "Idefics3") + "Processor"
     unchecked = {"check_argument_for_proper_class": lambda *_: None}
     kind = type(name, (getattr(transformers, name),), unchecked)
     place = "<|vision_start|><|image_pad|><|vision_end|>" if is_qwen else "<image>"
+    place = GEMMA_ROLES["boi_token"] if model_type == "gemma3" else place
     template = TEMPLATE.replace("PLACE", place)
     if is_qwen:
         images = transformers.Qwen2VLImageProcessorPil(
             patch_size=4, temporal_patch_size=2, merge_size=2, min_pixels=64, max_pixels=64 * 40
         )
         return kind(images, tokenizer(), chat_template=template)
+    if model_type == "gemma3":
+        images = transformers.Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+        roles = {"tokenizer": tokenizer(**GEMMA_ROLES), "image_seq_length": 4}
+        return kind(images, **roles, chat_template=template)
     try:
         images = transformers.Idefics3ImageProcessorPil(
             size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
@@ -91,6 +101,17 @@ def model(model_type: str = "qwen2_5_vl", attention="nopad"):
         config = getattr(transformers, name + "Config")(
             text_config={"model_type": "llama", **text}, vision_config=vision, scale_factor=2,
             image_token_id=ids("<image>"), pad_token_id=None,
+        )  # fmt: skip
+    elif model_type == "gemma3":
+        name = "Gemma3"
+        vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+        vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+        kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+        config = transformers.Gemma3Config(
+            text_config={**text, "head_dim": 8, "query_pre_attn_scalar": 8, **kinds},
+            vision_config=vision, mm_tokens_per_image=4,
+            image_token_index=ids("<image_soft_token>"), boi_token_index=ids("<start_of_image>"),
+            eoi_token_index=ids("<end_of_image>"),
         )  # fmt: skip
     else:
         name = QWEN[model_type]
@@ -117,7 +138,10 @@ def model(model_type: str = "qwen2_5_vl", attention="nopad"):
             vision_end_token_id=ids("<|vision_end|>"),
         )
     kind = getattr(transformers, name + "ForConditionalGeneration")
-    return kind._from_config(config, **common).train()
+    made = kind._from_config(config, **common).train()
+    if model_type == "gemma3":  # zeros would hide the tower from the loss
+        torch.nn.init.normal_(made.model.multi_modal_projector.mm_input_projection_weight)
+    return made
 
 
 def image(height: int, width: int, seed: int = 0) -> Image.Image:

@@ -163,13 +163,6 @@ def _image_samples(model: Any, data: PackedDataset) -> Any:
             f"{type(model).__name__} takes no images: pass PackedDataset(tokenizer=) the tokenizer "
             "instead of a processor, or load the model with AutoModelForImageTextToText"
         )
-    has_types = "mm_token_type_ids" in inputs and "image_grid_thw" not in inputs  # not for M-RoPE
-    both = getattr(model.config.get_text_config(), "use_bidirectional_attention", True)
-    if "token_type_ids" in inputs or (has_types and both):
-        raise ValueError(
-            f"{type(model).__name__} sees an image in both directions, which packs do not support: "
-            "train it on text, with the tokenizer instead of the processor, or on padded batches"
-        )
     return partial(image_samples, processor, data.settings["budget"])
 
 

@@ -144,14 +144,17 @@ def test_a_template_with_generation_markers_is_refused_for_images():
     assert "without generation markers" in str(found)
 
 
-def test_models_that_see_images_in_both_directions_are_refused():
+def test_models_that_see_a_prompt_in_both_directions_are_refused():
+    """Their token types are 0 for images and the prompt, as in PaliGemma."""
+
     class BothWays(type(tiny_vlm.processor())):
         def __call__(self, **given):
             out = super().__call__(**given)
-            out["token_type_ids"] = out.pop("mm_token_type_ids")
+            types = out.pop("mm_token_type_ids")
+            out["token_type_ids"] = [[0 for _ in row] for row in types]
             return out
 
     processor = tiny_vlm.processor()
     processor.__class__ = BothWays
     (found,) = ImageEncoder(processor).encode([tiny_vlm.chat(tiny_vlm.image(8, 8), "what?")])
-    assert "sees an image in both directions" in str(found)
+    assert "sees a prompt in both directions" in str(found)
