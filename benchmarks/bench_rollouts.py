@@ -32,8 +32,9 @@ from unittest.mock import patch
 
 import torch
 from datasets import Dataset
-from nopad.inference import Engine, compare_logprobs
+from nopad.inference import Engine, SamplingParams
 from nopad.inference.live_model import CastWeights
+from nopad.inference.logprob_parity import packed_logprobs
 from nopad.trainer.with_trl import LiveGRPOTrainer
 from record import header, timed, write_record
 from tokenizers import Tokenizer, models
@@ -190,13 +191,28 @@ def summary(trainer: Any, seconds: dict[str, list[float]], args: argparse.Namesp
 
 
 def difference(way: str, trainer: Any, data: Dataset) -> dict[str, Any]:
-    """Return how far log-probabilities of the engine are from the training forward's."""
-    dtypes = {str(weight.dtype) for weight in trainer.model.parameters()}
+    """Return how far log-probabilities of the engine are from the training forward's in bf16.
+
+    Beside them, how far those of the training forward are from its own in fp32: no engine can be
+    expected to be closer, unless it rounds every product alike.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    dtypes = {str(weight.dtype) for weight in model.parameters()}
     result: dict[str, Any] = {"weights": ", ".join(sorted(dtypes))}
     if way == "nopad":
-        rows = trainer.processing_class(data["prompt"][:2])["input_ids"]
-        parity = compare_logprobs(trainer.model, trainer.engine, rows, 16)
-        result["logprob_difference"] = float(f"{parity.mean:.3g}")
+        rows = trainer.processing_class(data["prompt"][:4])["input_ids"]
+        params = SamplingParams(max_tokens=64, logprobs=0, ignore_eos=True)
+        precision = torch.autocast(model.device.type, torch.bfloat16)
+        with precision:
+            completions = trainer.engine.generate(rows, params)
+        with torch.no_grad(), precision:
+            training = packed_logprobs(model, rows, completions).cpu()
+        with torch.no_grad():
+            exact = packed_logprobs(model, rows, completions).cpu()
+        engine = torch.tensor([t.logprob for each in completions for t in each.logprobs])
+        pairs = {"logprob_difference": engine, "logprob_rounding": exact}
+        for name, other in pairs.items():
+            result[name] = float(f"{(training - other).abs().mean():.3g}")
     return result
 
 

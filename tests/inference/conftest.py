@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nopad.inference.scheduling import speculation
 from oracle import World, tokens_alone
 
 SMALL = {
@@ -44,6 +45,13 @@ def world():
 @pytest.fixture
 def expected():
     return tokens_alone
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Drafts are used wherever there is one, whether they pay or not."""
+    monkeypatch.setattr(speculation.StepTimes, "plain", lambda self, count: 1.0)
+    monkeypatch.setattr(speculation.StepTimes, "drafted", lambda self, *_: [(64, 1.0)])
 
 
 @pytest.fixture(scope="session")

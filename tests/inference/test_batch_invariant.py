@@ -50,7 +50,7 @@ def answers(engine: Engine, requests: list) -> list:
 
 
 def check_schedules(model, seed: int, count: int) -> None:
-    rng, preempted = random.Random(seed), 0
+    rng, preempted, drafted = random.Random(seed), 0, 0
     whole = Engine(model, max_model_len=LONGEST, page_size=16)
     answers(whole, [([5], SamplingParams(max_tokens=1))])
     page = whole._executor.runner.cache.page_bytes
@@ -68,16 +68,20 @@ def check_schedules(model, seed: int, count: int) -> None:
                 page_size=rng.choice([16, 32]),
                 max_num_seqs=rng.randint(1, 6),
                 max_num_batched_tokens=rng.choice([1, 3, 7, 20, 200]),
+                speculate=rng.choice([None, "ngram", "history"]),
             )
-            order = rng.sample(range(len(requests)), len(requests))
-            got = answers(engine, [requests[i] for i in order])
-            assert got == [alone[i] for i in order], f"schedule {number}"
+            for _ in range(2):  # the second time, the first completions are drafts
+                order = rng.sample(range(len(requests)), rng.randint(1, len(requests)))
+                got = answers(engine, [requests[i] for i in order])
+                assert got == [alone[i] for i in order], f"schedule {number}"
             preempted += engine.stats.preemptions
+            drafted += engine.stats.drafted_tokens
     assert preempted, "no schedule was short of pages"
+    assert drafted, "no schedule had drafts"
 
 
 @pytest.mark.parametrize(("seed", "count"), PARTS)
-def test_every_schedule_gives_the_same_bits_in_fp32(tiny, seed, count):
+def test_every_schedule_gives_the_same_bits_in_fp32(always, tiny, seed, count):
     check_schedules(tiny("llama"), seed, count)
 
 
@@ -108,7 +112,7 @@ def test_products_that_depend_on_the_batch_are_refused(tiny, family):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("seed", "count"), PARTS)
-def test_every_schedule_gives_the_same_bits_in_bf16_on_a_gpu(tiny, seed, count):
+def test_every_schedule_gives_the_same_bits_in_bf16_on_a_gpu(always, tiny, seed, count):
     check_schedules(tiny("llama").to("cuda", torch.bfloat16), seed, count)
 
 

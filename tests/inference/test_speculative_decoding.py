@@ -12,7 +12,6 @@ from fake_tokenizer import FakeTokenizer
 from nopad.attention import PagedCache, layer_shapes
 from nopad.inference import Engine, SamplingParams, batch_invariant, settings
 from nopad.inference.requests.draws import Draws
-from nopad.inference.scheduling import speculation
 
 TOKENIZER = FakeTokenizer(eos_token_id=0, bos_token_id=1, hidden=3, to_byte=lambda t: t % 64 + 32)
 LONG = {"max_tokens": 24}
@@ -35,13 +34,6 @@ PARAMS = {
     "log-probabilities": {"temperature": 0, "logprobs": 3, "prompt_logprobs": 1},
     "processed": {"seed": 7, "logprobs": 2, "logprobs_mode": "processed", "presence_penalty": 1.0},
 }  # fmt: skip
-
-
-@pytest.fixture
-def always(monkeypatch):
-    """Drafts are used wherever there is one."""
-    monkeypatch.setattr(speculation.StepTimes, "plain", lambda self, count: 1.0)
-    monkeypatch.setattr(speculation.StepTimes, "drafted", lambda self, *_: [(64, 1.0)])
 
 
 def prompts(count: int = 5) -> list[list[int]]:
