@@ -99,6 +99,8 @@ def logged(trainer, name: str) -> list[float]:
 
 
 def test_completions_of_evaluations_are_written_to_the_file_of_the_settings(plugin, tmp_path):
+    import nopad.attention  # noqa: F401
+
     write_inputs(tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="nopad")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
