@@ -83,7 +83,8 @@ def main(argv: list[str]) -> int:
             return 2
         if args.parity:
             return _report_parity(args.model, model, lacks)
-        return _report_isolation(args.model, model, names, config, lacks)
+        status = _report_isolation(args.model, model, names, config, lacks)
+        return max(status, _report_images(args.model, config, args.tiny))
 
 
 def _parse_args(argv: list[str]) -> argparse.Namespace:
@@ -158,8 +159,22 @@ def _report_parity(name: str, model: Any, lacks: list[str]) -> int:
     return int(any(row.is_bad for row in rows) or all(row.parity is None for row in rows))
 
 
+def _report_images(name: str, config: Any, tiny: bool) -> int:
+    """Print whether the images of a causal LM that takes them are right; return the exit status."""
+    from .doctor_images import has_processor, image_class, report_images
+
+    kind, path = image_class(config), resolve_path(name)
+    if kind is None:
+        return 0
+    if tiny or not has_processor(path):  # it may train on text alone
+        report_images(name, kind, None)
+        return 0
+    return report_images(name, kind, path)
+
+
 def _other_head(name: str, tiny: bool) -> Callable[[], int] | None:
     """Return the check of an encoder, a classifier or a model of images; None for a causal LM."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from .doctor_heads import head_class, report_head
@@ -175,6 +190,8 @@ def _other_head(name: str, tiny: bool) -> Callable[[], int] | None:
     except Exception:  # `_load` raises it again, and says so
         return None
     is_tiny = tiny or is_type or not has_weights(path)
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        sees_images = None  # its text is examined first
     if kind is None and sees_images is not None:
         return partial(report_images, name, sees_images, None if is_tiny else path)
     if kind is None:

@@ -6,6 +6,7 @@ start of a training run can check its images.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +20,16 @@ BUDGET = 8192
 
 
 def image_class(config: Any) -> Any:
-    """Return the class of a model of images and text that is not a causal LM, or None."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    """Return the class of a model of images and text, or None."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
-    return None if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else kind
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+
+
+def has_processor(path: str) -> bool:
+    """Return whether a folder has the processor of a model of images."""
+    files = "processor_config.json", "preprocessor_config.json"
+    return any((Path(path) / file).is_file() for file in files)
 
 
 def report_images(name: str, kind: Any, path: str | None) -> int:

@@ -423,15 +423,18 @@ def test_an_option_without_effect_and_weights_that_are_no_numbers_are_told(tmp_p
 
 
 @pytest.mark.parametrize("fault", [False, True])
+@pytest.mark.parametrize("kind", ["SmolVLM", "Gemma3"])
 def test_images_of_a_checkpoint_are_checked_with_its_processor(
-    fault, tmp_path, capsys, monkeypatch
+    kind, fault, tmp_path, capsys, monkeypatch
 ):
+    """Gemma 3 is a causal LM as well, whose text is examined first."""
     import tiny_vlm
     from nopad.collators import packed
     from transformers import AutoProcessor
 
-    tiny_vlm.model("smolvlm").save_pretrained(tmp_path)
-    processor = tiny_vlm.processor("smolvlm")
+    tiny_vlm.model(kind.lower()).save_pretrained(tmp_path)
+    processor = tiny_vlm.processor(kind.lower())
+    processor.save_pretrained(tmp_path)
     monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda *a, **k: processor)
     if fault:
         right = packed.media_inputs
@@ -443,7 +446,7 @@ def test_images_of_a_checkpoint_are_checked_with_its_processor(
     assert main([str(tmp_path)]) == int(fault)
     verdict = "WRONG (leak" if fault else "right; train it on PackedDataset(tokenizer=processor)"
     told = " ".join(capsys.readouterr().out.split())
-    assert f"SmolVLMForConditionalGeneration, packs with images: {verdict}" in told
+    assert f"{kind}ForConditionalGeneration, packs with images: {verdict}" in told
 
 
 def test_images_of_a_type_without_a_checkpoint_are_not_checked(capsys):
