@@ -208,6 +208,13 @@ def test_a_model_without_images_is_refused_with_a_processor():
         check_run(model, data)
 
 
+def test_attention_that_ignores_how_images_see_themselves_is_refused():
+    model = tiny_vlm.model("gemma3", "sdpa")
+    model.config.get_text_config()._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"Gemma3.* which flash_attention_2 ignores: load it with"):
+        check_run(model, dataset("gemma3"))
+
+
 def test_images_that_see_themselves_do_so_without_a_trainer():
     """In the first forward of a model without an attached loss, and in later ones."""
     model = tiny_vlm.model("gemma3")

@@ -163,7 +163,17 @@ def _image_samples(model: Any, data: PackedDataset) -> Any:
             f"{type(model).__name__} takes no images: pass PackedDataset(tokenizer=) the tokenizer "
             "instead of a processor, or load the model with AutoModelForImageTextToText"
         )
-    return partial(image_samples, processor, data.settings["budget"])
+    draw = partial(image_samples, processor, data.settings["budget"])
+    config: Any = model.config.get_text_config()
+    attention = config._attn_implementation
+    names = {name for each in draw(0) if each.images for name in each.images.model_inputs()}
+    both = getattr(config, "use_bidirectional_attention", None) and "mm_token_type_ids" in names
+    if "flash" in attention and (both or "token_type_ids" in names):
+        raise ValueError(
+            f"the tokens of an image see each other in {type(model).__name__}, which {attention} "
+            'ignores: load it with attn_implementation="nopad"'
+        )
+    return draw
 
 
 def _check_shards(model: Any, collator: Any, lengths: list[int]) -> None:
