@@ -34,7 +34,6 @@ import torch
 from datasets import Dataset
 from nopad.inference import Engine, SamplingParams
 from nopad.inference.live_model import CastWeights
-from nopad.inference.logprob_parity import packed_logprobs
 from nopad.trainer.with_trl import LiveGRPOTrainer
 from record import header, timed, write_record
 from tokenizers import Tokenizer, models
@@ -205,15 +204,25 @@ def difference(way: str, trainer: Any, data: Dataset) -> dict[str, Any]:
         precision = torch.autocast(model.device.type, torch.bfloat16)
         with precision:
             completions = trainer.engine.generate(rows, params)
-        with torch.no_grad(), precision:
-            training = packed_logprobs(model, rows, completions).cpu()
-        with torch.no_grad():
-            exact = packed_logprobs(model, rows, completions).cpu()
+            training = log_probs(model, rows, completions)
+        exact = log_probs(model, rows, completions)
         engine = torch.tensor([t.logprob for each in completions for t in each.logprobs])
         pairs = {"logprob_difference": engine, "logprob_rounding": exact}
         for name, other in pairs.items():
             result[name] = float(f"{(training - other).abs().mean():.3g}")
     return result
+
+
+@torch.no_grad()
+def log_probs(model: Any, prompts: list[list[int]], completions: list[Any]) -> torch.Tensor:
+    """Return the log-probabilities of all new tokens by a forward of each sequence alone."""
+    found = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = torch.tensor([*prompt, *completion.token_ids], device=model.device)
+        new = ids[len(prompt) :, None]
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, -len(new) - 1 : -1]
+        found.append(logits.float().log_softmax(-1).gather(1, new)[:, 0].cpu())
+    return torch.cat(found)
 
 
 def make_model(shape: str) -> LlamaForCausalLM:
