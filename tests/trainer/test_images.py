@@ -230,6 +230,7 @@ def test_images_that_see_themselves_do_so_without_a_trainer():
     assert (model(**causal, use_cache=False).logits - gold).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_compiled_layers_see_images_in_both_directions():
     model, documents = tiny_vlm.model("gemma3"), samples("gemma3")
     stock = deepcopy(model)
