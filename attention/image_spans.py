@@ -37,8 +37,11 @@ def attend_image_spans(
         documents are never of one span.
     params: those of `attend`.
     """
+    if varlen.pages is not None:
+        return causal  # the engine refuses images
+    if not torch.compiler.is_compiling() and not _joins_any(joined):
+        return causal
     for reason, found in (
-        ("over the pages of a cache", varlen.pages),
         ("in rows that are spread over ranks", varlen.group),
         ("with soft-capped scores", params["softcap"]),
         ("with attention sinks", params["sinks"]),
@@ -72,6 +75,14 @@ def find_spans(cu_seqlens: Tensor, joined: Tensor, window: int | None) -> list[t
             )
         documents = np.maximum(documents, firsts - window + 1)
     return list(zip(documents.tolist(), firsts.tolist(), ends.tolist(), strict=True))
+
+
+def _joins_any(joined: Tensor) -> bool:
+    """Return whether a batch has image spans, read from the device once for all layers."""
+    derived = batch_cache(joined)
+    if "any" not in derived:
+        derived["any"] = bool(joined.any())
+    return derived["any"]
 
 
 class _Rows:

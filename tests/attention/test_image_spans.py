@@ -106,6 +106,14 @@ def test_spans_are_found_once_for_layers_that_share_a_mask(monkeypatch):
     assert len(calls) == 2
 
 
+def test_a_row_without_images_is_left_alone():
+    """Models may ask for spans of text, too: what images cannot have is no obstacle."""
+    (q, k, v), none = tensors(), torch.zeros(1, 30, 1, dtype=torch.bool)
+    varlen = Varlen(torch.tensor(BOUNDS, dtype=torch.int32), 12)
+    out = attend(q, k, v, varlen)
+    assert attend_image_spans(out, q, k, v, varlen, none, PARAMS | {"softcap": 3.0}) is out
+
+
 @pytest.mark.parametrize(
     ("params", "told"),
     [
