@@ -90,8 +90,15 @@ def test_training_with_live_requests_is_bitwise_training_without(trainer, tmp_pa
     assert {answer.status_code for answer in answers} <= {200, 503}
 
 
-@pytest.mark.parametrize("when", ["step", "evaluation"])
-@pytest.mark.parametrize("trainer", untouched.TRAINERS)
+@pytest.mark.parametrize(
+    ("trainer", "when"),
+    [
+        *((trainer, "step") for trainer in untouched.TRAINERS),
+        ("hf", "evaluation"),
+        pytest.param("accelerate", "evaluation", marks=pytest.mark.slow),
+        pytest.param("lightning", "evaluation", marks=pytest.mark.slow),
+    ],
+)
 def test_the_server_names_the_training_step_without_any_request(trainer, when, tmp_path):
     seen: list[int | None] = []
 
