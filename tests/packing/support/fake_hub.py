@@ -14,13 +14,14 @@ NAME = "datasets/owner/name"
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves `folder` as the data set owner/name; lists the ranges that were asked for."""
+    """Serves `folder` as the data set owner/name; lists the ranges that it has sent."""
 
     daemon_threads = True
 
     def __init__(self, folder: Path):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder, self.asked, self.fails = folder, [], False
+        self.num_requests = 0
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -46,9 +47,10 @@ class _Handler(BaseHTTPRequestHandler):
             begin, end = 0, file.stat().st_size - 1
             if asked:
                 begin, end = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", asked).groups())
-            self.server.asked.append((file.name, begin, end + 1))
-            if self.server.fails and len(self.server.asked) % 50 == 7:
+            self.server.num_requests += 1
+            if self.server.fails and self.server.num_requests % 50 == 7:
                 return self._send(b"", 503)
+            self.server.asked.append((file.name, begin, end + 1))
             return self._send(file.read_bytes()[begin : end + 1], 206 if asked else 200)
         return self._send(b"{}", 404, {"X-Error-Code": "RepoNotFound"})
 
