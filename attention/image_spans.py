@@ -62,7 +62,7 @@ def find_spans(cu_seqlens: Tensor, joined: Tensor, window: int | None) -> list[t
     [(1, 2, 4), (6, 7, 9)]
     """
     bounds, flags = cu_seqlens.cpu().numpy(), joined.flatten().cpu().numpy().astype(np.int8)
-    flags[np.maximum(bounds[1:] - 1, 0)] = 0  # the last token of a document joins no other
+    flags[bounds[bounds > 0] - 1] = 0  # the last token of a document joins no other
     edges = np.diff(flags, prepend=0, append=0)
     firsts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1) + 1
     documents = bounds[np.searchsorted(bounds, firsts, side="right") - 1]

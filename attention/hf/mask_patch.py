@@ -73,7 +73,7 @@ def document_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def refuse_mask(
-    *, attention_mask: Tensor | None = None, config: Any = None, **details: Any
+    *, attention_mask: Tensor | None = None, config: Any = None, **unused: Any
 ) -> Tensor | None:
     """Refuse a padding mask: the mask function of `nopad` in Transformers.
 

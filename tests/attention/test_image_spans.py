@@ -60,6 +60,8 @@ def difference(ours, window: int | None) -> float:
 
 def test_spans_end_with_their_documents():
     assert find_spans(torch.tensor(BOUNDS), JOINED, None) == SPANS
+    none_first = torch.tensor([0, 0, 3, 3]), torch.tensor([1, 1, 0]).bool()
+    assert find_spans(*none_first, None) == [(0, 0, 3)]
     near = [(max(begin, first - 5), first, end) for begin, first, end in SPANS]
     assert find_spans(torch.tensor(BOUNDS), JOINED, 6) == near
 

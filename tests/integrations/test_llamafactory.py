@@ -16,10 +16,8 @@ import torch
 from tiny_inputs import write_inputs
 from transformers import AutoModelForCausalLM
 
-needs_llamafactory = pytest.mark.skipif(
-    importlib.util.find_spec("llamafactory") is None,
-    reason="LLaMA-Factory pins others: .ci/llamafactory",
-)
+LACKS = importlib.util.find_spec("llamafactory") is None
+needs_llamafactory = pytest.mark.skipif(LACKS, reason="its pins differ: run .ci/llamafactory")
 PAGE = Path(__file__).parents[2] / "docs/trainers/axolotl.md"
 SETTINGS = {
     "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_target": "all",
