@@ -4,8 +4,8 @@
 
 A model with random weights in the shape of a known one is trained in turns, in one process:
 
-    padded     the stock HF Trainer on batches of 8 padded documents (4 with images), in random
-               order
+    padded     the stock HF Trainer on batches of 8 padded documents (4 with images, and for hybrids,
+               which do not fit otherwise), in random order
     packed     PackedTrainer on packs of 16,384 tokens (8,192 with images) of the same documents
     unbroken   PackedTrainer on rows of one document each: what boundaries cost (text only)
 
@@ -48,7 +48,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer
 
 Arms = dict[str, Callable[[], dict[str, Any]]]
 """What each arm of a cell measures; one that fails does not stop the others."""
-PADDED_BATCH, PADDED_BATCH_WITH_IMAGES = 8, 4
+PADDED_BATCH, SMALL_PADDED_BATCH = 8, 4
 DELTA_NET = {
     "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 16, "vocab_size": 151936,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
@@ -149,7 +149,7 @@ def hybrid(bench: Bench, config_class: str, sizes: dict[str, Any]) -> Arms:
     rows = bench.documents(config.vocab_size, unbroken=True)
     return {
         "padded": lambda: train_padded(
-            bench.run(documents), model("sdpa"), pad_documents, documents
+            bench.run(documents), model("sdpa"), pad_documents, documents, SMALL_PADDED_BATCH
         ),
         "packed": lambda: train_packed(bench.run(documents), model("nopad")),
         "unbroken": lambda: train_packed(bench.run(rows), model("nopad")),
@@ -230,7 +230,7 @@ def vision_language(bench: Bench) -> Arms:
 
     stock = "sdpa" if bench.tiny else "flash_attention_2"
     return {
-        "padded": lambda: train_padded(run(), model(stock), pad, rows, PADDED_BATCH_WITH_IMAGES),
+        "padded": lambda: train_padded(run(), model(stock), pad, rows, SMALL_PADDED_BATCH),
         "packed": lambda: train_packed(run(), model("nopad")),
     }
 

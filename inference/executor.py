@@ -97,11 +97,11 @@ def build_executor(
     graph_budget = 0
     if device.type == "cuda":
         budget -= stacked_bytes(model, key.compute_dtype.itemsize)
-        if settings.cuda_graphs and not gathers_parameters(key.modules) and not stateful:
+        if settings.cuda_graphs and not gathers_parameters(key.modules):
             graph_budget = _graph_budget(model, settings, key.compute_dtype, budget)
         budget -= graph_budget
     num_rows = _num_rows(model, settings, stateful, budget)
-    state_bytes = num_rows * sum(each.bytes for each in stateful.values())
+    state_bytes = (num_rows + 1) * sum(each.bytes for each in stateful.values())
     states = StatePool(stateful, num_rows, device) if stateful else None
     cache = _build_cache(model, settings, key, budget - state_bytes, num_rows)
     count_engine_bytes(cache, cache.num_pages * cache.page_bytes + state_bytes, device)
@@ -147,8 +147,8 @@ def _num_rows(
             f"{row_bytes}, at most half of them: allow more memory"
         )
     log.info(
-        "%s keeps states: %d requests run at once (%.1f MiB each), without prefix caching, fused "
-        "kernels and CUDA graphs", type(model).__name__, num_rows, row_bytes / 2**20,
+        "%s keeps states: %d requests run at once (%.1f MiB each), without prefix caching and "
+        "fused kernels", type(model).__name__, num_rows, row_bytes / 2**20,
     )  # fmt: skip
     return num_rows
 

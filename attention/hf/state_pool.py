@@ -60,7 +60,7 @@ class StatePool:
 
     Args:
         modules: those that keep a state, as `stateful_parts` returns them.
-        num_rows: sequences that it holds.
+        num_rows: sequences that it holds; one row more is for those that fill up a CUDA graph.
         device: where the states are.
     """
 
@@ -68,7 +68,7 @@ class StatePool:
         self, modules: dict[nn.Module, StatefulModule], num_rows: int, device: torch.device | str
     ):
         def rows(state: Tensor) -> Tensor:
-            return torch.zeros(num_rows, *state.shape[1:], dtype=state.dtype, device=device)
+            return torch.zeros(num_rows + 1, *state.shape[1:], dtype=state.dtype, device=device)
 
         self._modules = modules
         self._states: dict[nn.Module, State] = {
@@ -87,6 +87,14 @@ class StatePool:
         groups = list(self._group(rows, starts, lengths))
         with replaced_forwards(self._modules, partial(self._forward, groups)):
             yield
+
+    def decode(self, rows: Tensor) -> AbstractContextManager[None]:
+        """Run the modules of a forward inside on one token of each sequence that runs already.
+
+        rows: int64 [B], of each in this pool; nothing is read on the host.
+        """
+        group = SequenceGroup(None, rows, is_fresh=False)
+        return replaced_forwards(self._modules, partial(self._forward, [group]))
 
     def _group(
         self, rows: Iterable[int], starts: Iterable[int], lengths: Iterable[int]
@@ -126,8 +134,8 @@ class StatePool:
 class SequenceGroup:
     """B sequences of equal length that a module runs together."""
 
-    tokens: Tensor
-    """int64 [B * L]: the indices of their tokens in the step."""
+    tokens: Tensor | None
+    """int64 [B * L]: the indices of their tokens in the step; None: it has one of each, in order."""
     rows: Tensor
     """int64 [B]: their rows in the pool."""
     is_fresh: bool
@@ -141,14 +149,14 @@ class SequenceGroup:
 
     def tokens_alone(self) -> list[SequenceGroup]:
         """Return a group for each token if a sequence continues with several."""
-        if self.is_fresh or len(self.tokens) == len(self.rows):
+        if self.is_fresh or self.tokens is None or len(self.tokens) == len(self.rows):
             return [self]
         return [SequenceGroup(token, self.rows, is_fresh=False) for token in self.tokens.split(1)]
 
     def has_tokens(self, value: Any) -> bool:
         """Return whether a value is a tensor [B, L, ...] of these sequences."""
-        shape = (len(self.rows), len(self.tokens) // len(self.rows))
-        return isinstance(value, Tensor) and value.shape[:2] == shape
+        length = 1 if self.tokens is None else len(self.tokens) // len(self.rows)
+        return isinstance(value, Tensor) and value.shape[:2] == (len(self.rows), length)
 
     def read(self, states: State) -> State:
         if self.is_fresh:
@@ -173,16 +181,29 @@ class SequenceGroup:
         """Return the part [B, L, ...] of an argument; what has no token dim is passed as it is."""
         if isinstance(value, tuple):
             return tuple(self._part(each, total) for each in value)
-        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total):
-            return value[0, self.tokens].unflatten(0, (len(self.rows), -1))
-        return value
+        if not (isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total)):
+            return value
+        if self.tokens is None:
+            return value.transpose(0, 1)
+        return value[0, self.tokens].unflatten(0, (len(self.rows), -1))
+
+
+class _KeptLayer(LinearAttentionLayer):
+    """The states of one layer; a new recurrent state takes the place of the old, uncopied."""
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        self.recurrent_states[state_idx] = recurrent_states
+        self.is_recurrent_states_initialized[state_idx] = True
+        return recurrent_states
 
 
 class GroupCache(Cache):
     """The states of a group of sequences, as a module of Transformers reads and writes them."""
 
     def __init__(self, module: Any, state: State, is_fresh: bool):
-        layer = self._layer = LinearAttentionLayer()
+        layer = self._layer = _KeptLayer()
         layer.conv_states[0], layer.recurrent_states[0] = conv, recurrent = state
         layer.is_conv_states_initialized[0] = conv is not None
         layer.is_recurrent_states_initialized[0] = recurrent is not None
@@ -209,7 +230,9 @@ def _join(groups: list[SequenceGroup], outputs: list[Any]) -> Any:
         return tuple(_join(groups, list(each)) for each in zip(*outputs, strict=True))
     if not all(map(SequenceGroup.has_tokens, groups, outputs)):
         return outputs[0]
-    order = torch.cat([group.tokens for group in groups])
+    if groups[0].tokens is None:
+        return outputs[0].transpose(0, 1)
+    order = torch.cat([group.tokens for group in groups if group.tokens is not None])
     values = torch.cat([out.flatten(0, 1) for out in outputs])
     return torch.empty_like(values).index_copy_(0, order, values)[None]
 

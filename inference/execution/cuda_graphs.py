@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from ...attention import PagedCache, Pages, Varlen
 from ...attention.backends import NotCapturable, forced_paged_backend
+from ...attention.hf import StatePool
 from ...runtime import is_out_of_memory, rank
 from ..live_model.weights_version import AdapterState
 from ..metrics.stats import Stats
@@ -110,13 +111,16 @@ class GraphReplays:
         max_model_len: int,
         tokens_ahead: int,
         stats: Stats,
+        states: StatePool | None,
     ):
         """Start without a graph.
 
         byte_budget: memory for graphs, 0 for none.
         tokens_ahead: capture the graphs of prefill steps up to this size before the first step.
         """
-        self._new_graphs = lambda: StepGraphs(cache, last_tokens, byte_budget, max_model_len)
+        self._new_graphs = lambda: StepGraphs(
+            cache, last_tokens, byte_budget, max_model_len, states
+        )
         self._graphs = self._new_graphs() if byte_budget else None
         self._tokens_ahead = tokens_ahead
         self._stats = stats
@@ -179,16 +183,22 @@ class StepGraphs:
     """Graphs of one model over one KV cache, within `byte_budget`."""
 
     def __init__(
-        self, cache: PagedCache, last_tokens: Tensor, byte_budget: int, max_model_len: int
+        self,
+        cache: PagedCache,
+        last_tokens: Tensor,
+        byte_budget: int,
+        max_model_len: int,
+        states: StatePool | None = None,
     ):
         self._cache = cache
+        self._states = states
         self._last_tokens = last_tokens
         """Last token of each batch row; the final entry receives the tokens of padding rows."""
         self._byte_budget = byte_budget
         self._max_model_len = max_model_len
         self._used_bytes = 0
         self._captured: dict[GraphShape, _Captured] = {}
-        self._captures_mixed = True
+        self._captures_mixed = states is None  # prompts run one by one through recurrent layers
         self._logits: Tensor | None = None
         """Logits of mixed steps, [rows, V]."""
         self._pool = torch.cuda.graph_pool_handle()
@@ -247,6 +257,8 @@ class StepGraphs:
         for shape in tqdm(shapes, "nopad: capturing CUDA graphs", leave=False, disable=off):
             # A quarter is for decodes of longer requests, captured when they come.
             limit = self._byte_budget if shape.mixed else self._byte_budget * 3 // 4
+            if shape.mixed and not self._captures_mixed:
+                continue
             if self._used_bytes >= limit or not self._ensure(shape, forward):
                 break
 
@@ -266,6 +278,8 @@ class StepGraphs:
             elif shape.mixed:  # a model may look at the tokens of a prompt, and not at decodes
                 self._captures_mixed = False
                 reason = f"steps with prompts run without graphs ({error})"
+            elif self._states is not None:
+                raise NotCapturable(f"a layer with a state looks at its tokens ({error})") from error
             else:
                 raise
             log.warning("CUDA graph of %d tokens: %s", shape.num_tokens, reason)
@@ -275,6 +289,8 @@ class StepGraphs:
         """Return the smallest graph for a step; without budget, the smallest captured one."""
         shape = step_shape(step)
         if shape is None or (shape.mixed and not self._captures_mixed):
+            return None
+        if self._states is not None and step.seq_lens.min() == 1:  # a state starts
             return None
         if shape in self._captured or self._used_bytes < self._byte_budget:
             return shape
@@ -291,7 +307,8 @@ class StepGraphs:
             ids, positions, kv_slots, seq_lens, rows, table, cu_seqlens, indices, slot = views
             pages = Pages(self._cache, table, seq_lens, kv_slots, max_length)
             varlen = Varlen(cu_seqlens, shape.num_tokens if shape.mixed else 1, pages)
-            logits = forward(ids, positions, varlen, indices if shape.mixed else 0)
+            with nullcontext() if self._states is None else self._states.decode(rows):
+                logits = forward(ids, positions, varlen, indices if shape.mixed else 0)
             tokens = self._keep_argmax(logits, rows, slot)
             return (self._share(logits) if shape.mixed else logits), tokens
 

@@ -67,7 +67,7 @@ class ModelRunner:
         self._layers_checked = not cache.layer_shapes  # no layer attends
         self._stats = stats
         self.replays = GraphReplays(
-            cache, self._last_tokens, graph_byte_budget, max_model_len, tokens_ahead, stats
+            cache, self._last_tokens, graph_byte_budget, max_model_len, tokens_ahead, stats, states
         )
 
     @property

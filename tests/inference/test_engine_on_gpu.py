@@ -7,7 +7,9 @@ from itertools import accumulate
 
 import pytest
 import torch
+from nopad.cli.tiny_model import randomize_weights, tiny_model
 from nopad.inference import Engine, SamplingParams
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -47,6 +49,21 @@ def test_graphs_give_the_tokens_of_eager_steps_and_of_generate():
         got = [c.token_ids for c in engine.generate(prompts(9), GREEDY)]
         assert got == want
         assert (engine.stats.graph_steps > 0) == graphs
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "bamba", "qwen3_next"])
+def test_decodes_of_models_with_states_run_as_graphs(kind):
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind]()
+    model = tiny_model(config, every_kind=True, attn_implementation="eager")[0].eval().cuda()
+    randomize_weights(model)
+    ids = [[3 + (7 * i + j) % 90 for j in range(1 + 5 * i)] for i in range(6)]
+    got = []
+    for graphs in (False, True):
+        engine = Engine(model, memory=1 << 28, cuda_graphs=graphs, max_num_seqs=4)
+        got.append([c.token_ids for c in engine.generate(ids, GREEDY)])
+        assert (engine.stats.graph_steps > 0) == graphs
+    assert got[0] == got[1]
 
 
 def test_an_evaluation_after_training_captures_no_new_graph():

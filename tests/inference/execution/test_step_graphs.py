@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from nopad.cli.tiny_model import randomize_weights, tiny_model
 from nopad.inference import Engine, SamplingParams
 from nopad.inference.execution import cuda_graphs, graph_shape
 from nopad.inference.execution.cuda_graphs import StepGraphs
 from nopad.inference.scheduling.step_costs import StepCosts
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
 class ReplayedGraphs(StepGraphs):
@@ -44,18 +46,20 @@ def make_engine(tiny, monkeypatch):
     for module in (graph_shape, cuda_graphs):
         monkeypatch.setattr(module, "MIXED_TOKENS", (8, 16, 24, 48))
     monkeypatch.setattr(graph_shape, "_MIXED_SEQS", (2, 4, 8))
-    model = tiny("llama")
-
     monkeypatch.setattr(cuda_graphs, "argmax_into", argmax_into)
     monkeypatch.setattr(cuda_graphs, "copy_words", lambda source, target: target.copy_(source))
 
-    def build(graphs: bool, by_kernels: bool = False, **settings: Any) -> Engine:
-        engine = Engine(model, page_size=16, **settings)
+    def build(
+        graphs: bool, by_kernels: bool = False, model: Any = None, **settings: Any
+    ) -> Engine:
+        engine = Engine(model or tiny("llama"), page_size=16, **settings)
         engine.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=2))
         if graphs:
             assert engine._executor is not None
             runner = engine._executor.runner
-            runner.replays._graphs = ReplayedGraphs(runner.cache, runner._last_tokens, 4, 64)
+            runner.replays._graphs = ReplayedGraphs(
+                runner.cache, runner._last_tokens, 4, 64, runner.states
+            )
             runner.replays._graphs._by_kernels = by_kernels
         engine.reset_prefix_cache()
         engine.stats.reset()
@@ -90,6 +94,55 @@ def test_prompts_that_join_in_captured_steps_change_no_tokens(make_engine, limit
     assert run_staggered(engine, params, 1) == want
     assert engine.stats.graph_steps == engine.stats.steps  # prompts are shorter than the ladder
     assert engine.stats.padded_rows > 0
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["lfm2", "bamba", *(pytest.param(kind, marks=pytest.mark.slow) for kind in
+     ("falcon_mamba", "jamba", "mamba2", "minimax", "nemotron_h", "qwen3_next", "qwen3_5_text"))],
+)  # fmt: skip
+@pytest.mark.parametrize("limits", [{}, {"max_num_seqs": 3}])
+def test_decodes_of_models_with_states_are_captured(make_engine, kind, limits):
+    """A graph's padding rows, and the prompts that join between replays, change no state."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind]()
+    model = tiny_model(config, every_kind=True, attn_implementation="eager")[0].eval()
+    randomize_weights(model)
+    greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    drawn = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=7, ignore_eos=True, seed=3)
+    params = [greedy, drawn] * 4
+    want = run_staggered(make_engine(False, model=model, **limits), params, 2)
+    engine = make_engine(True, model=model, **limits)
+    assert run_staggered(engine, params, 2) == want
+    assert 0 < engine.stats.graph_steps < engine.stats.steps and engine.stats.padded_rows > 0
+
+
+def test_a_first_token_starts_its_state_outside_of_a_graph(make_engine):
+    """A prompt of one token looks like a decode, and its row holds the state of another request."""
+    model = tiny_model(CONFIG_MAPPING["lfm2"](), every_kind=True, attn_implementation="eager")[0]
+    randomize_weights(model.eval())
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    want = make_engine(False, model=model).generate([[7]], greedy)
+    engine = make_engine(True, model=model, max_num_seqs=1)
+    engine.generate([list(range(3, 20))], greedy)
+    assert engine.generate([[7]], greedy)[0].token_ids == want[0].token_ids
+    assert engine.stats.graph_steps
+
+
+def test_a_state_that_cannot_be_captured_runs_eagerly(make_engine, monkeypatch, caplog):
+    model = tiny_model(CONFIG_MAPPING["lfm2"](), every_kind=True, attn_implementation="eager")[0]
+    randomize_weights(model.eval())
+    params = [SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)] * 2
+    want = run_staggered(make_engine(False, model=model), params, 2)
+    engine = make_engine(True, model=model)
+
+    def refuse(self, body, frees_cache):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(ReplayedGraphs, "_record", refuse)
+    assert run_staggered(engine, params, 2) == want
+    assert not engine.stats.graph_steps
+    assert caplog.text.count("steps run without CUDA graphs: a layer with a state") == 1
 
 
 def test_where_latency_matters_no_prompt_waits_for_a_capture(make_engine):
