@@ -4,7 +4,7 @@
 
 A model with random weights in the shape of a known one is trained in turns, in one process:
 
-    padded     the stock HF Trainer on batches of 8 padded documents (4 with images, and for hybrids,
+    padded     the stock HF Trainer on batches of 8 padded documents (4 with images; 4 for hybrids,
                which do not fit otherwise), in random order
     packed     PackedTrainer on packs of 16,384 tokens (8,192 with images) of the same documents
     unbroken   PackedTrainer on rows of one document each: what boundaries cost (text only)

@@ -74,7 +74,7 @@ class TokenProgress:
 
 @contextmanager
 def announce_compilation(dispatcher: Any, what: str) -> Iterator[None]:
-    """Print a line if numba compiles this function inside the block, which takes about 20 s."""
+    """Print a line if numba compiles this function inside the block, which takes about 10 s."""
     with event.install_listener("numba:compile", _Announcement(dispatcher, what)):
         yield
 
@@ -90,7 +90,7 @@ class _Announcement(event.Listener):
         when = f"at the first start only; kept in {folder}"
         if not folder:
             when = "at every start: set NUMBA_CACHE_DIR to a persistent folder"
-        say(f"compiling {self.what} (about 20 s, {when})")
+        say(f"compiling {self.what} (about 10 s, {when})")
 
     def on_end(self, event: Any) -> None:
         pass

@@ -135,7 +135,7 @@ class SequenceGroup:
     """B sequences of equal length that a module runs together."""
 
     tokens: Tensor | None
-    """int64 [B * L]: the indices of their tokens in the step; None: it has one of each, in order."""
+    """int64 [B * L]: the indices of their tokens in the step; None: one of each, in order."""
     rows: Tensor
     """int64 [B]: their rows in the pool."""
     is_fresh: bool

@@ -279,7 +279,9 @@ class StepGraphs:
                 self._captures_mixed = False
                 reason = f"steps with prompts run without graphs ({error})"
             elif self._states is not None:
-                raise NotCapturable(f"a layer with a state looks at its tokens ({error})") from error
+                raise NotCapturable(
+                    f"a layer with a state looks at its tokens ({error})"
+                ) from error
             else:
                 raise
             log.warning("CUDA graph of %d tokens: %s", shape.num_tokens, reason)

@@ -22,6 +22,10 @@ small set few have the same length.
 There is no random generator: randomness comes from the order of arrival, which the seed and the
 epoch shuffle, and from a hash of it. Inside a sweep, a segment is represented by its rank by
 length, from 1.
+
+Every user waits once for the compilation, so loops are plain: numba takes one or two seconds for
+`np.sort`, `np.concatenate` or a mask as an index, again in each caller, and compiles a function
+twice where an argument is the literal 0 at first.
 """
 
 from __future__ import annotations
@@ -63,7 +67,6 @@ unsigned = np.uint64
 """An index that cannot be negative: numba omits its sign test, a tenth of the time."""
 
 
-@jit
 def fit_windows(sizes, deferrals, packed, capacity, pool, flush, final):
     """Pack segments of these sizes (rounded lengths), given in order of arrival.
 
@@ -82,7 +85,7 @@ def fit_windows(sizes, deferrals, packed, capacity, pool, flush, final):
         arrived += taken
         ends_here = arrived == n and (flush or final)
         flush = flush and not ends_here
-        packs, pending = _fit_window(
+        packs, pending = fit_window(
             sizes, deferrals, window, order, offsets, packs, packed, capacity, ends_here,
             ends_here and final,
         )  # fmt: skip
@@ -92,7 +95,7 @@ def fit_windows(sizes, deferrals, packed, capacity, pool, flush, final):
 
 
 @jit
-def _fit_window(
+def fit_window(
     sizes, deferrals, window, order, offsets, first, packed, capacity, flush, final
 ):  # fmt: skip
     """Pack a window in sweeps, and append its packs in random order to `order` and `offsets`.
@@ -100,15 +103,15 @@ def _fit_window(
     first: packs before these; flush: whether only the emptiest pack is deferred; final: whether
     none is. Returns the number of all packs, and the segments to defer.
     """
-    n, arrived, packs, key = len(window), 0, 0, np.uint64(0)
-    pack_of, pending = np.full(n, -1), np.arange(0)
-    window_sizes = np.take(sizes, window)
-    longest_sweep = max(SWEEP, 8 * capacity * n // window_sizes.sum())
+    n, arrived, packs, key = len(window), np.int64(0), np.int64(0), np.uint64(0)
+    pack_of, pending = np.empty(n, np.int64), np.arange(0)
+    window_sizes = _take(sizes, window)
+    longest_sweep = max(SWEEP, 8 * capacity * n // _total(window_sizes))
     while arrived < n:
         taken = min(longest_sweep - len(pending), n - arrived)
-        sweep = np.concatenate((pending, np.arange(arrived, arrived + taken)))
+        sweep = _followed_by(pending, arrived, taken)
         arrived += taken
-        size, arrivals, starts, shift, key = _ranks(np.take(window_sizes, sweep), capacity, key)
+        size, arrivals, starts, shift, key = _ranks(_take(window_sizes, sweep), capacity, key)
         is_last = arrived == n
         ranks, ends, lacks = _fit_sweep(
             size, arrivals, starts, shift, capacity, key, final and is_last
@@ -118,20 +121,53 @@ def _fit_window(
             sweeps, times = MOST_SWEEPS, np.zeros(len(sweep) + 1, np.int64)
             if is_last:
                 sweeps = min(sweeps, 1 + (packed + offsets[first] + arrived - len(sweep)) // SWEEP)
-                times[arrivals] = deferrals[window[sweep]]
+                for s in range(len(sweep)):
+                    times[arrivals[s]] = deferrals[window[sweep[s]]]
             limit = 0 if flush and is_last else len(sweep) * sweeps // DEFERRED
             _choose_waiting(ranks, ends, lacks, times, limit, waits)
         place = _exchange(size, ranks, ends, waits, capacity, key)
-        numbers = packs - 1 + np.cumsum(~waits)
-        packs = numbers[-1] + 1
-        numbers[waits] = -1
+        numbers = np.empty(len(waits), np.int64)
+        for p in range(len(waits)):
+            numbers[p] = -1 if waits[p] else packs
+            packs += not waits[p]
+        pending, waiting = np.empty(len(sweep), np.int64), 0
         for s in range(len(sweep)):
             pack_of[sweep[s]] = numbers[place[arrivals[s]]]
-        pending = sweep[np.take(pack_of, sweep) < 0]
+            pending[waiting] = sweep[s]
+            waiting += pack_of[sweep[s]] < 0
+        pending = pending[:waiting]
     _append_shuffled(window, pack_of, packs, key, order, offsets, first)
-    pending = window[pending]
-    deferrals[pending] += 1
+    pending = _take(window, pending)
+    for s in pending:
+        deferrals[s] += 1
     return first + packs, pending
+
+
+@jit
+def _total(values):
+    total = 0
+    for value in values:
+        total += value
+    return total
+
+
+@jit
+def _take(values, indices):
+    taken = np.empty(len(indices), np.int64)
+    for i in range(len(indices)):
+        taken[i] = values[indices[i]]
+    return taken
+
+
+@jit
+def _followed_by(values, first, count):
+    """Return the values, and `count` numbers from `first` on."""
+    joined = np.empty(len(values) + count, np.int64)
+    for i in range(len(values)):
+        joined[i] = values[i]
+    for i in range(count):
+        joined[len(values) + i] = first + i
+    return joined
 
 
 @jit
@@ -187,8 +223,10 @@ def _fit_sweep(size, arrivals, starts, shift, capacity, key, retry):
 
     retry: whether to try other orders of arrival if fewer packs could be possible.
     """
-    n, tokens = len(arrivals), size.sum()
-    fewest = max(-(-tokens // capacity), (2 * size > capacity).sum())
+    n, tokens, long = len(arrivals), _total(size), 0
+    for one in size:
+        long += 2 * one > capacity
+    fewest = max(-(-tokens // capacity), long)
     best = _make_packs(size, arrivals, starts, shift, capacity, key, WASTE, n * capacity)
     arrivals = arrivals.copy()
     tried = 0
@@ -209,9 +247,9 @@ def _make_packs(size, arrivals, starts, shift, capacity, key, waste, spare):
     n, rest, packs, placed = len(arrivals), arrivals.copy(), 0, 0
     order, offsets, lacks = np.empty(n, np.int64), np.zeros(n + 1, np.int64), np.empty(n, np.int64)
     free, longest_short = np.arange(n + 1), _up_to(size, starts, shift, capacity // 2)
-    short, tokens, long = longest_short, size[: longest_short + 1].sum(), n - longest_short
+    short, tokens, long = longest_short, _total(size[: longest_short + 1]), n - longest_short
     scarce = short < 2 * long
-    slack = _slack(size.sum(), tokens, short, long, capacity, waste)
+    slack = _slack(_total(size), tokens, short, long, capacity, waste)
     longest, cursor, end = n, 0, n
     while placed < n and spare >= 0:
         longest = _last_free(free, longest)
@@ -316,9 +354,15 @@ def _choose_waiting(ranks, ends, lacks, times, limit, waits):
 
     times: how often the segment of each rank was deferred.
     """
-    by_lack, segments = np.flatnonzero(lacks), 0
-    by_lack = np.sort((lacks[by_lack] << 32) + by_lack) & 0xFFFFFFFF
-    for p in by_lack[::-1]:
+    heap, packs, segments = np.empty(len(lacks), np.int64), 0, 0
+    for p in range(len(lacks)):
+        heap[packs] = (lacks[p] << 32) + p
+        packs += lacks[p] > 0
+    top = np.int64(0)
+    for root in range(packs // 2 - 1, top - 1, -1):
+        _sift_down(heap, root, packs)
+    while packs:
+        p = heap[top] & 0xFFFFFFFF
         count, most = ends[p + 1] - ends[p], np.int64(0)
         if segments and segments + count > limit:
             break
@@ -327,6 +371,21 @@ def _choose_waiting(ranks, ends, lacks, times, limit, waits):
         if most < MAX_DEFERRALS and count < len(ranks):
             waits[p] = True
             segments += count
+        packs -= 1
+        heap[top] = heap[packs]
+        _sift_down(heap, top, packs)
+
+
+@jit
+def _sift_down(heap, root, n):
+    """Let the value at the root of a subtree sink until none below it is larger."""
+    while 2 * root + 1 < n:
+        child = 2 * root + 1
+        child += child + 1 < n and heap[child + 1] > heap[child]
+        if heap[child] <= heap[root]:
+            break
+        heap[root], heap[child] = heap[child], heap[root]
+        root = child
 
 
 @jit

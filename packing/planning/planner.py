@@ -20,7 +20,7 @@ from ..argument_checks import check_ints
 from ..pack import MAX_BUDGET
 from ..preparation_progress import announce_compilation
 from ..state.int_codec import ints_from_text, ints_to_text
-from .best_fit import MAX_DEFERRALS, fit_windows
+from .best_fit import MAX_DEFERRALS, fit_window, fit_windows
 from .next_fit import cut_stream, next_fit
 from .overflow import Overflow, cut_items, max_segment, pack_capacity, whole_items
 
@@ -226,7 +226,7 @@ class Planner:
         sizes = lengths if multiple == 1 else -(-lengths // multiple) * multiple
         if self.settings["strategy"] == "best_fit":
             settings = self.counts.sequences, self.capacity, self.settings["pool"]
-            with announce_compilation(fit_windows, "the packer"):
+            with announce_compilation(fit_window, "the packer"):
                 order, offsets, rest, self._deferrals = fit_windows(
                     sizes, self._deferrals, *settings, flush, final
                 )

@@ -19,6 +19,13 @@ def one_pack(sizes, deferrals, packed, capacity, pool, flush, final):
     return np.arange(len(sizes)), np.array([0, len(sizes)]), np.arange(0), deferrals[:0]
 
 
+def slow_to_compile(monkeypatch) -> None:
+    """Let the planner put everything into one pack, by a function that is compiled when called."""
+    compiled = njit(one_pack)
+    monkeypatch.setattr(planner, "fit_window", compiled)
+    monkeypatch.setattr(planner, "fit_windows", compiled)
+
+
 def byte_ids(text: str) -> list[int]:
     return list(text.encode())
 
@@ -47,7 +54,7 @@ def test_quick_preparation_is_silent(capsys):
 
 
 def test_the_compilation_of_the_packer_is_announced_once(monkeypatch, capsys):
-    monkeypatch.setattr(planner, "fit_windows", njit(one_pack))
+    slow_to_compile(monkeypatch)
     for _ in range(2):
         assert len(pack_lengths([3, 2], budget=8)) == 1
     said = capsys.readouterr().err
@@ -56,7 +63,7 @@ def test_the_compilation_of_the_packer_is_announced_once(monkeypatch, capsys):
 
 
 def test_one_of_several_workers_announces_the_compilation(monkeypatch, capfd):
-    monkeypatch.setattr(planner, "fit_windows", njit(one_pack))
+    slow_to_compile(monkeypatch)
     data = PackedDataset([[5, 6], [7]] * 4, budget=8, pretokenize=False, shards=2)
     assert len(list(DataLoader(data, batch_size=None, num_workers=2))) > 1
     assert capfd.readouterr().err.count("compiling the packer") == 1

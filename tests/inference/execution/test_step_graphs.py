@@ -49,9 +49,7 @@ def make_engine(tiny, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "argmax_into", argmax_into)
     monkeypatch.setattr(cuda_graphs, "copy_words", lambda source, target: target.copy_(source))
 
-    def build(
-        graphs: bool, by_kernels: bool = False, model: Any = None, **settings: Any
-    ) -> Engine:
+    def build(graphs: bool, by_kernels: bool = False, model: Any = None, **settings: Any) -> Engine:
         engine = Engine(model or tiny("llama"), page_size=16, **settings)
         engine.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=2))
         if graphs:
