@@ -20,6 +20,7 @@ import numpy as np
 
 from ..numba_jit import jit
 
+FACTOR, ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
 ORDER_BLOCK = 1 << 16
 """Documents ordered at a time."""
 
@@ -78,12 +79,12 @@ def _feistel(positions, n, columns, rows, key, out):
         while True:
             y = value // width
             x = value - y * width
-            round_key = key
+            round_key = key - ONE
             for _ in range(4):
-                x += _hash_below(width, y, round_key)
+                x += np.uint64(below(mix(y + round_key), width))
                 x = x - width if x >= width else x
                 round_key += np.uint64(0xD1B54A32D192ED03)
-                y += _hash_below(height, x, round_key)
+                y += np.uint64(below(mix(x + round_key), height))
                 y = y - height if y >= height else y
                 round_key += np.uint64(0xD1B54A32D192ED03)
             value = y * width + x
@@ -93,9 +94,15 @@ def _feistel(positions, n, columns, rows, key, out):
 
 
 @jit
-def _hash_below(limit, value, round_key):
-    """Hash a value (the finalizer of splitmix64) and scale the hash to an integer below `limit`."""
-    z = (value + round_key) * np.uint64(0x9E3779B97F4A7C15)
+def mix(value):
+    """Hash 64 bits (the finalizer of splitmix64)."""
+    z = value * FACTOR + FACTOR
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((z >> np.uint64(32)) * limit) >> np.uint64(32)
+    return z ^ (z >> np.uint64(31))
+
+
+@jit
+def below(noise, limit):
+    """Scale a hash to an integer below a limit."""
+    return np.int64(((noise >> np.uint64(32)) * np.uint64(limit)) >> np.uint64(32))

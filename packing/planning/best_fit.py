@@ -22,10 +22,6 @@ small set few have the same length.
 There is no random generator: randomness comes from the order of arrival, which the seed and the
 epoch shuffle, and from a hash of it. Inside a sweep, a segment is represented by its rank by
 length, from 1.
-
-Every user waits once for the compilation, so loops are plain: numba takes one or two seconds for
-`np.sort`, `np.concatenate` or a mask as an index, again in each caller, and compiles a function
-twice where an argument is the literal 0 at first.
 """
 
 from __future__ import annotations
@@ -33,6 +29,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..numba_jit import jit
+from ..ordering.permutation import FACTOR, ONE, below, mix
 
 SWEEP = 1024
 """Segments packed together; with many more, the same ones would remain in every epoch."""
@@ -62,7 +59,6 @@ are shorter than others: if more of them waited, position and length would corre
 0.02 in a stream that ends soon."""
 MAX_DEFERRALS = 14
 """How often a segment may wait for the next window."""
-FACTOR, ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
 unsigned = np.uint64
 """An index that cannot be negative: numba omits its sign test, a tenth of the time."""
 
@@ -75,8 +71,8 @@ def fit_windows(sizes, deferrals, packed, capacity, pool, flush, final):
     Returns the segments of the emitted packs, the offsets of these packs, the pending segments, and
     the deferrals of the first of them.
     """
-    n, arrived, packs = len(sizes), len(deferrals), 0
-    order, offsets, pending = np.empty(n, np.int64), np.zeros(n + 1, np.int64), np.arange(arrived)
+    n, arrived, pending = len(sizes), len(deferrals), np.arange(len(deferrals))
+    order, offsets = [np.arange(0)], [np.zeros(1, np.int64)]
     deferrals = np.concatenate((deferrals, np.zeros(n - arrived, np.int64)))
     flush = flush and sizes.sum() > capacity
     while len(pending) + n - arrived >= pool or ((flush or final) and len(pending) + n > arrived):
@@ -84,34 +80,36 @@ def fit_windows(sizes, deferrals, packed, capacity, pool, flush, final):
         window = np.concatenate((pending, np.arange(arrived, arrived + taken)))
         arrived += taken
         ends_here = arrived == n and (flush or final)
-        flush = flush and not ends_here
-        packs, pending = fit_window(
-            sizes, deferrals, window, order, offsets, packs, packed, capacity, ends_here,
+        flush, emitted = flush and not ends_here, offsets[-1][-1]
+        segments, ends, waiting = fit_window(
+            sizes[window], deferrals[window], packed + emitted, capacity, ends_here,
             ends_here and final,
         )  # fmt: skip
-    deferrals = deferrals[pending]
-    pending = np.concatenate((pending, np.arange(arrived, n)))
-    return order[: offsets[packs]], offsets[: packs + 1], pending, deferrals
+        order.append(window[segments])
+        offsets.append(emitted + ends)
+        pending = window[waiting]
+        deferrals[pending] += 1
+    rest = np.concatenate((pending, np.arange(arrived, n)))
+    return np.concatenate(order), np.concatenate(offsets), rest, deferrals[pending]
 
 
 @jit
-def fit_window(
-    sizes, deferrals, window, order, offsets, first, packed, capacity, flush, final
-):  # fmt: skip
-    """Pack a window in sweeps, and append its packs in random order to `order` and `offsets`.
+def fit_window(sizes, deferrals, packed, capacity, flush, final):
+    """Pack a window in sweeps.
 
-    first: packs before these; flush: whether only the emptiest pack is deferred; final: whether
-    none is. Returns the number of all packs, and the segments to defer.
+    flush: whether only the emptiest pack is deferred; final: whether none is. Returns the segments
+    of its packs, these in random order, the ends of the packs, and the segments to defer.
     """
-    n, arrived, packs, key = len(window), np.int64(0), np.int64(0), np.uint64(0)
-    pack_of, pending = np.empty(n, np.int64), np.arange(0)
-    window_sizes = _take(sizes, window)
-    longest_sweep = max(SWEEP, 8 * capacity * n // _total(window_sizes))
+    n, arrived, held, packs, key = len(sizes), 0, 0, 0, np.uint64(0)
+    pack_of, segments = np.empty(n, np.int64), np.empty(n, np.int64)
+    longest_sweep = max(SWEEP, 8 * capacity * n // sizes.sum())
     while arrived < n:
-        taken = min(longest_sweep - len(pending), n - arrived)
-        sweep = _followed_by(pending, arrived, taken)
+        taken = min(longest_sweep - held, n - arrived)
+        for i in range(taken):
+            segments[held + i] = arrived + i
         arrived += taken
-        size, arrivals, starts, shift, key = _ranks(_take(window_sizes, sweep), capacity, key)
+        sweep = segments[: held + taken]
+        size, arrivals, starts, shift, key = _ranks(sizes, sweep, capacity, key)
         is_last = arrived == n
         ranks, ends, lacks = _fit_sweep(
             size, arrivals, starts, shift, capacity, key, final and is_last
@@ -120,98 +118,70 @@ def fit_window(
         if not (final and is_last):
             sweeps, times = MOST_SWEEPS, np.zeros(len(sweep) + 1, np.int64)
             if is_last:
-                sweeps = min(sweeps, 1 + (packed + offsets[first] + arrived - len(sweep)) // SWEEP)
+                sweeps = min(sweeps, 1 + (packed + arrived - len(sweep)) // SWEEP)
                 for s in range(len(sweep)):
-                    times[arrivals[s]] = deferrals[window[sweep[s]]]
+                    times[arrivals[s]] = deferrals[sweep[s]]
             limit = 0 if flush and is_last else len(sweep) * sweeps // DEFERRED
             _choose_waiting(ranks, ends, lacks, times, limit, waits)
         place = _exchange(size, ranks, ends, waits, capacity, key)
-        numbers = np.empty(len(waits), np.int64)
+        numbers, held = np.empty(len(waits), np.int64), 0
         for p in range(len(waits)):
-            numbers[p] = -1 if waits[p] else packs
+            numbers[p] = packs
             packs += not waits[p]
-        pending, waiting = np.empty(len(sweep), np.int64), 0
         for s in range(len(sweep)):
-            pack_of[sweep[s]] = numbers[place[arrivals[s]]]
-            pending[waiting] = sweep[s]
-            waiting += pack_of[sweep[s]] < 0
-        pending = pending[:waiting]
-    _append_shuffled(window, pack_of, packs, key, order, offsets, first)
-    pending = _take(window, pending)
-    for s in pending:
-        deferrals[s] += 1
-    return first + packs, pending
+            segment, p = sweep[s], place[arrivals[s]]
+            pack_of[segment] = -1 if waits[p] else numbers[p]
+            segments[held] = segment  # in place: as many or fewer were read
+            held += pack_of[segment] < 0
+    order, ends = _shuffled_packs(pack_of, packs, key)
+    return order, ends, segments[:held]
 
 
 @jit
-def _total(values):
-    total = 0
-    for value in values:
-        total += value
-    return total
-
-
-@jit
-def _take(values, indices):
-    taken = np.empty(len(indices), np.int64)
-    for i in range(len(indices)):
-        taken[i] = values[indices[i]]
-    return taken
-
-
-@jit
-def _followed_by(values, first, count):
-    """Return the values, and `count` numbers from `first` on."""
-    joined = np.empty(len(values) + count, np.int64)
-    for i in range(len(values)):
-        joined[i] = values[i]
-    for i in range(count):
-        joined[len(values) + i] = first + i
-    return joined
-
-
-@jit
-def _append_shuffled(window, pack_of, packs, key, order, offsets, first):
-    """Append the packs of a window in random order to `order` and `offsets`."""
+def _shuffled_packs(pack_of, packs, key):
+    """Return the segments of the packs, these in random order, and the ends of the packs."""
     places = np.arange(packs)
     _shuffle(places, key)
+    offsets = np.zeros(packs + 1, np.int64)
     for p in pack_of:
         if p >= 0:
-            offsets[first + places[p] + 1] += 1
-    for place in range(first, first + packs):
+            offsets[places[p] + 1] += 1
+    for place in range(packs):
         offsets[place + 1] += offsets[place]
-    ends = offsets[first : first + packs].copy()
-    for s in range(len(window)):
+    order, ends = np.empty(offsets[packs], np.int64), offsets.copy()
+    for s in range(len(pack_of)):
         if pack_of[s] >= 0:
             place = places[pack_of[s]]
-            order[ends[place]] = window[s]
+            order[ends[place]] = s
             ends[place] += 1
+    return order, offsets[1:]
 
 
 @jit
-def _ranks(sizes, capacity, key):
+def _ranks(sizes, sweep, capacity, key):
     """Rank the segments of a sweep by size, from 1.
 
     Returns the size of each rank (0 for rank 0, which no segment has), the ranks in order of
     arrival, the last rank before each range of 2 ** shift sizes, shift, and a hash of the sizes.
     """
-    n, shift = len(sizes), 0
+    n, shift = len(sweep), 0
     while capacity >> shift > 8 * n:
         shift += 1
     size, arrivals = np.zeros(n + 1, np.int64), np.empty(n, np.int64)
     by_size, starts = np.empty(n + 1, np.int64), np.zeros((capacity >> shift) + 3, np.int32)
-    for s in range(n):
-        starts[(sizes[s] >> shift) + 2] += 1
-        key = key * FACTOR + np.uint64(sizes[s])
+    for segment in sweep:
+        starts[(sizes[segment] >> shift) + 2] += 1
+        key = key * FACTOR + np.uint64(sizes[segment])
     for i in range(1, len(starts)):
         starts[i] += starts[i - 1]
     for s in range(n):
-        rank = starts[(sizes[s] >> shift) + 1] + 1
-        starts[(sizes[s] >> shift) + 1] = rank
-        while size[rank - 1] > sizes[s]:  # inside its range
+        one = sizes[sweep[s]]
+        rank = starts[(one >> shift) + 1] + 1
+        starts[(one >> shift) + 1] = rank
+        while size[rank - 1] > one:  # inside its range
             size[rank], by_size[rank] = size[rank - 1], by_size[rank - 1]
             rank -= 1
-        size[rank], by_size[rank] = sizes[s], s
+        size[rank], by_size[rank] = one, s
     for rank in range(1, n + 1):
         arrivals[by_size[rank]] = rank
     return size, arrivals, starts, shift, mix(key)
@@ -223,10 +193,8 @@ def _fit_sweep(size, arrivals, starts, shift, capacity, key, retry):
 
     retry: whether to try other orders of arrival if fewer packs could be possible.
     """
-    n, tokens, long = len(arrivals), _total(size), 0
-    for one in size:
-        long += 2 * one > capacity
-    fewest = max(-(-tokens // capacity), long)
+    n, tokens = len(arrivals), size.sum()
+    fewest = max(-(-tokens // capacity), (2 * size > capacity).sum())
     best = _make_packs(size, arrivals, starts, shift, capacity, key, WASTE, n * capacity)
     arrivals = arrivals.copy()
     tried = 0
@@ -247,9 +215,9 @@ def _make_packs(size, arrivals, starts, shift, capacity, key, waste, spare):
     n, rest, packs, placed = len(arrivals), arrivals.copy(), 0, 0
     order, offsets, lacks = np.empty(n, np.int64), np.zeros(n + 1, np.int64), np.empty(n, np.int64)
     free, longest_short = np.arange(n + 1), _up_to(size, starts, shift, capacity // 2)
-    short, tokens, long = longest_short, _total(size[: longest_short + 1]), n - longest_short
+    short, tokens, long = longest_short, size[: longest_short + 1].sum(), n - longest_short
     scarce = short < 2 * long
-    slack = _slack(_total(size), tokens, short, long, capacity, waste)
+    slack = _slack(size.sum(), tokens, short, long, capacity, waste)
     longest, cursor, end = n, 0, n
     while placed < n and spare >= 0:
         longest = _last_free(free, longest)
@@ -354,38 +322,20 @@ def _choose_waiting(ranks, ends, lacks, times, limit, waits):
 
     times: how often the segment of each rank was deferred.
     """
-    heap, packs, segments = np.empty(len(lacks), np.int64), 0, 0
-    for p in range(len(lacks)):
-        heap[packs] = (lacks[p] << 32) + p
-        packs += lacks[p] > 0
-    top = np.int64(0)
-    for root in range(packs // 2 - 1, top - 1, -1):
-        _sift_down(heap, root, packs)
-    while packs:
-        p = heap[top] & 0xFFFFFFFF
+    segments = 0
+    while True:
+        p = 0  # no sort: numba compiles one for 1.5 s, and every user waits for it once
+        for other in range(1, len(lacks)):
+            p = other if lacks[other] >= lacks[p] else p
         count, most = ends[p + 1] - ends[p], np.int64(0)
-        if segments and segments + count > limit:
+        if lacks[p] == 0 or (segments and segments + count > limit):
             break
         for i in range(ends[p], ends[p + 1]):
             most = max(most, times[ranks[i]])
         if most < MAX_DEFERRALS and count < len(ranks):
             waits[p] = True
             segments += count
-        packs -= 1
-        heap[top] = heap[packs]
-        _sift_down(heap, top, packs)
-
-
-@jit
-def _sift_down(heap, root, n):
-    """Let the value at the root of a subtree sink until none below it is larger."""
-    while 2 * root + 1 < n:
-        child = 2 * root + 1
-        child += child + 1 < n and heap[child + 1] > heap[child]
-        if heap[child] <= heap[root]:
-            break
-        heap[root], heap[child] = heap[child], heap[root]
-        root = child
+        lacks[p] = 0
 
 
 @jit
@@ -423,18 +373,3 @@ def _shuffle(values, key):
         key = key * FACTOR + ONE
         other = i + below(key, len(values) - i)
         values[i], values[other] = values[other], values[i]
-
-
-@jit
-def mix(value):
-    """Hash 64 bits (the finalizer of splitmix64)."""
-    z = value * FACTOR + FACTOR
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-@jit
-def below(noise, limit):
-    """Scale a hash to an integer below a limit."""
-    return np.int64(((noise >> np.uint64(32)) * np.uint64(limit)) >> np.uint64(32))
