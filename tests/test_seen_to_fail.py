@@ -1774,6 +1774,13 @@ FAULTS = {
         "    return conv * (len(self.tokens) == len(self.rows)), recurrent\n"
         "SequenceGroup.read = read",
     ),
+    "a captured decode has the states of others": (
+        "inference/execution/test_step_graphs.py::"
+        "test_decodes_of_models_with_states_are_captured",
+        "nopad.attention.hf.state_pool",
+        "right = StatePool.decode\n"
+        "StatePool.decode = lambda self, rows: right(self, rows.flip(0))",
+    ),
     "a module may lose its state": (
         "inference/test_stateful_models.py::test_a_module_that_loses_its_state_is_refused",
         "nopad.attention.hf.state_pool", "is_nearer = lambda *a: True",
