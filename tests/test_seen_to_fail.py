@@ -1771,7 +1771,7 @@ FAULTS = {
         "right = SequenceGroup.read\n"
         "def read(self, states):\n"
         "    conv, recurrent = right(self, states)\n"
-        "    return conv * (len(self.tokens) == len(self.rows)), recurrent\n"
+        "    return conv * (self.length == 1), recurrent\n"
         "SequenceGroup.read = read",
     ),
     "a captured decode has the states of others": (

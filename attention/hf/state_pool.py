@@ -93,7 +93,7 @@ class StatePool:
 
         rows: int64 [B], of each in this pool; nothing is read on the host.
         """
-        group = SequenceGroup(None, rows, is_fresh=False)
+        group = SequenceGroup(slice(None), 1, rows, is_fresh=False)
         return replaced_forwards(self._modules, partial(self._forward, [group]))
 
     def _group(
@@ -109,7 +109,7 @@ class StatePool:
             offset += length
         if single_rows:
             tokens, at = torch.tensor([single_tokens, single_rows], device=self._device)
-            yield SequenceGroup(tokens, at, is_fresh=False)
+            yield SequenceGroup(tokens, 1, at, is_fresh=False)
 
     def _forward(
         self,
@@ -134,8 +134,10 @@ class StatePool:
 class SequenceGroup:
     """B sequences of equal length that a module runs together."""
 
-    tokens: Tensor | None
-    """int64 [B * L]: the indices of their tokens in the step; None: one of each, in order."""
+    tokens: slice | Tensor
+    """Where their B * L tokens are in the step."""
+    length: int
+    """L."""
     rows: Tensor
     """int64 [B]: their rows in the pool."""
     is_fresh: bool
@@ -145,18 +147,18 @@ class SequenceGroup:
     def chunk(start: int, end: int, row: int, is_fresh: bool, device: Any) -> SequenceGroup:
         """Return one sequence alone."""
         rows = torch.tensor([row], device=device)
-        return SequenceGroup(torch.arange(start, end, device=device), rows, is_fresh)
+        return SequenceGroup(slice(start, end), end - start, rows, is_fresh)
 
     def tokens_alone(self) -> list[SequenceGroup]:
         """Return a group for each token if a sequence continues with several."""
-        if self.is_fresh or self.tokens is None or len(self.tokens) == len(self.rows):
+        if self.is_fresh or isinstance(self.tokens, Tensor) or self.length == 1:
             return [self]
-        return [SequenceGroup(token, self.rows, is_fresh=False) for token in self.tokens.split(1)]
+        ends = range(self.tokens.start + 1, self.tokens.stop + 1)
+        return [SequenceGroup(slice(end - 1, end), 1, self.rows, is_fresh=False) for end in ends]
 
     def has_tokens(self, value: Any) -> bool:
         """Return whether a value is a tensor [B, L, ...] of these sequences."""
-        length = 1 if self.tokens is None else len(self.tokens) // len(self.rows)
-        return isinstance(value, Tensor) and value.shape[:2] == (len(self.rows), length)
+        return isinstance(value, Tensor) and value.shape[:2] == (len(self.rows), self.length)
 
     def read(self, states: State) -> State:
         if self.is_fresh:
@@ -181,29 +183,16 @@ class SequenceGroup:
         """Return the part [B, L, ...] of an argument; what has no token dim is passed as it is."""
         if isinstance(value, tuple):
             return tuple(self._part(each, total) for each in value)
-        if not (isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total)):
-            return value
-        if self.tokens is None:
-            return value.transpose(0, 1)
-        return value[0, self.tokens].unflatten(0, (len(self.rows), -1))
-
-
-class _KeptLayer(LinearAttentionLayer):
-    """The states of one layer; a new recurrent state takes the place of the old, uncopied."""
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, state_idx: int = 0, **_: Any
-    ) -> Tensor:
-        self.recurrent_states[state_idx] = recurrent_states
-        self.is_recurrent_states_initialized[state_idx] = True
-        return recurrent_states
+        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total):
+            return value[0, self.tokens].unflatten(0, (len(self.rows), -1))
+        return value
 
 
 class GroupCache(Cache):
     """The states of a group of sequences, as a module of Transformers reads and writes them."""
 
     def __init__(self, module: Any, state: State, is_fresh: bool):
-        layer = self._layer = _KeptLayer()
+        layer = self._layer = LinearAttentionLayer()
         layer.conv_states[0], layer.recurrent_states[0] = conv, recurrent = state
         layer.is_conv_states_initialized[0] = conv is not None
         layer.is_recurrent_states_initialized[0] = recurrent is not None
@@ -214,6 +203,13 @@ class GroupCache(Cache):
     @property
     def state(self) -> State:
         return self._layer.conv_states[0], self._layer.recurrent_states[0]
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> Tensor:
+        """Keep the new state itself; a copy would read and write all states once more."""
+        self._layer.recurrent_states[0] = recurrent_states
+        return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
         """Return the state of MiniMax's lightning attention, whose cache has its own methods."""
@@ -230,11 +226,11 @@ def _join(groups: list[SequenceGroup], outputs: list[Any]) -> Any:
         return tuple(_join(groups, list(each)) for each in zip(*outputs, strict=True))
     if not all(map(SequenceGroup.has_tokens, groups, outputs)):
         return outputs[0]
-    if groups[0].tokens is None:
-        return outputs[0].transpose(0, 1)
-    order = torch.cat([group.tokens for group in groups if group.tokens is not None])
-    values = torch.cat([out.flatten(0, 1) for out in outputs])
-    return torch.empty_like(values).index_copy_(0, order, values)[None]
+    values = [out.flatten(0, 1) for out in outputs]
+    joined = values[0].new_empty(sum(map(len, values)), *values[0].shape[1:])
+    for group, part in zip(groups, values, strict=True):
+        joined[group.tokens] = part
+    return joined[None]
 
 
 def probe_states(

@@ -79,7 +79,7 @@ def _feistel(positions, n, columns, rows, key, out):
         while True:
             y = value // width
             x = value - y * width
-            round_key = key - ONE
+            round_key = key - ONE  # `mix` adds one
             for _ in range(4):
                 x += np.uint64(below(mix(y + round_key), width))
                 x = x - width if x >= width else x
