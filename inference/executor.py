@@ -123,14 +123,14 @@ def build_executor(
 
 
 def build_fused_ops(model: Any, runner: ModelRunner, settings: Settings) -> FusedOps:
-    """Verify fused kernels on the current forwards of a model.
+    """Verify fused kernels on the current forwards of a model; there are none on a CPU.
 
-    There are none on a CPU, and none for models that keep states.
+    Models that keep states have compiled layers, in steps that are graphs.
     """
-    if runner.device.type != "cuda" or runner.states is not None:
-        return FusedOps([])
     max_graph_rows = settings.max_num_seqs if runner.replays.enabled else 0
-    return FusedOps(verified_ops(model, runner.cache, max_graph_rows))
+    if runner.device.type != "cuda" or (runner.states is not None and not max_graph_rows):
+        return FusedOps([])
+    return FusedOps(verified_ops(model, runner.cache, max_graph_rows, runner.states))
 
 
 def _num_rows(
@@ -147,8 +147,8 @@ def _num_rows(
             f"{row_bytes}, at most half of them: allow more memory"
         )
     log.info(
-        "%s keeps states: %d requests run at once (%.1f MiB each), without prefix caching and "
-        "fused kernels", type(model).__name__, num_rows, row_bytes / 2**20,
+        "%s keeps states: %d requests run at once (%.1f MiB each), without prefix caching",
+        type(model).__name__, num_rows, row_bytes / 2**20,
     )  # fmt: skip
     return num_rows
 

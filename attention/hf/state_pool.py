@@ -70,11 +70,21 @@ class StatePool:
         def rows(state: Tensor) -> Tensor:
             return torch.zeros(num_rows + 1, *state.shape[1:], dtype=state.dtype, device=device)
 
-        self._modules = modules
-        self._states: dict[nn.Module, State] = {
-            module: _each(kept.state, rows) for module, kept in modules.items()
+        self._forwards = {
+            module: _StepForward(module, kept, _each(kept.state, rows))
+            for module, kept in modules.items()
         }
         self._device = device
+
+    @property
+    def modules(self) -> frozenset[nn.Module]:
+        """Those that keep a state."""
+        return frozenset(self._forwards)
+
+    def blank(self, num_rows: int) -> StatePool:
+        """Return a pool of this kind, for other sequences."""
+        kept = {module: forward.kept for module, forward in self._forwards.items()}
+        return StatePool(kept, num_rows, self._device)
 
     @contextmanager
     def step(
@@ -84,8 +94,7 @@ class StatePool:
 
         rows: of each in this pool; starts: tokens that each has run before; lengths: tokens now.
         """
-        groups = list(self._group(rows, starts, lengths))
-        with replaced_forwards(self._modules, partial(self._forward, groups)):
+        with self._run(list(self._group(rows, starts, lengths))):
             yield
 
     def decode(self, rows: Tensor) -> AbstractContextManager[None]:
@@ -93,8 +102,25 @@ class StatePool:
 
         rows: int64 [B], of each in this pool; nothing is read on the host.
         """
-        group = SequenceGroup(slice(None), 1, rows, is_fresh=False)
-        return replaced_forwards(self._modules, partial(self._forward, [group]))
+        return self._run([SequenceGroup(slice(None), 1, rows, is_fresh=False)])
+
+    @contextmanager
+    def _run(self, groups: list[SequenceGroup]) -> Iterator[None]:
+        """Let the modules run these groups inside.
+
+        The forwards are the same objects in every step, and know their states themselves: a graph
+        of torch.compile then holds for all steps and layers.
+        """
+        for module, forward in self._forwards.items():
+            forward.groups, forward.own = groups, vars(module).get("forward")
+            vars(module)["forward"] = forward
+        try:
+            yield
+        finally:
+            for module, forward in self._forwards.items():
+                del vars(module)["forward"]
+                if forward.own is not None:
+                    vars(module)["forward"] = forward.own
 
     def _group(
         self, rows: Iterable[int], starts: Iterable[int], lengths: Iterable[int]
@@ -111,21 +137,27 @@ class StatePool:
             tokens, at = torch.tensor([single_tokens, single_rows], device=self._device)
             yield SequenceGroup(tokens, 1, at, is_fresh=False)
 
-    def _forward(
-        self,
-        groups: list[SequenceGroup],
-        module: nn.Module,
-        stock: Forward,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        kept, states = self._modules[module], self._states[module]
-        if kept.token_by_token:
+
+class _StepForward:
+    """The forward of one module in a step: it runs groups of sequences, and keeps their states."""
+
+    def __init__(self, module: nn.Module, kept: StatefulModule, states: State):
+        self.module, self.kept, self.states = module, kept, states
+        self.groups: list[SequenceGroup] = []
+        self.own: Forward | None = None
+        """What the module ran instead of its class's forward."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # else a graph of the layer would hold for no other one
+            torch._dynamo.graph_break()
+        stock = self.own or partial(stock_class(self.module).forward, self.module)
+        groups, named, outputs = self.groups, _named(self.kept, args, kwargs), []
+        if self.kept.token_by_token:
             groups = [part for group in groups for part in group.tokens_alone()]
-        named, outputs = _named(kept, args, kwargs), []
         for group in groups:
-            out, new_state = group.run(module, stock, kept, group.read(states), named)
-            group.write(states, new_state)
+            states = group.read(self.states)
+            out, new_state = group.run(self.module, stock, self.kept, states, named)
+            group.write(self.states, new_state)
             outputs.append(out)
         return _join(groups, outputs)
 

@@ -38,7 +38,7 @@ class PagedCache:
         if page_size < 16:
             raise ValueError(f"page_size={page_size} is too small: use 16 or more")
         self.num_pages, self.page_size = num_pages, page_size
-        self.dtype, self.quantized = dtype, quantized
+        self.dtype, self.quantized, self.device = dtype, quantized, torch.device(device)
         self.layer_shapes = [(heads, k, v) for heads, k, v in layer_shapes]
         # zeros, not empty: a NaN in unused memory would turn masked products into NaN
         self._layers = []

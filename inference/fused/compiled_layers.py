@@ -3,20 +3,24 @@
     step ─▶ embedding ─▶ [ norm, products, rotary │ attention: one operator │ … ] × layers ─▶ logits
 
 Attention reads the step from its context, so a graph depends neither on the pages nor on the layer.
-The number of tokens is dynamic; one token is a graph of its own.
+The number of tokens is dynamic; one token is a graph of its own. Modules that keep a state cut the
+graph of their layer; they are compiled alone, and in captured decode steps only: in other steps
+they run once for every prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...attention import Varlen
 from ...attention.hf import STEP, current_varlen, forward_context, is_recording, running_layer
+from ..execution.capture import is_capturing
 from ..live_model.patches import Patches
 
 DYNAMO = {"recompile_limit": 256}
@@ -29,9 +33,14 @@ class CompiledLayers:
 
     __name__ = "compiled layers"
 
-    def __init__(self, **options: Any):
-        """Compile nothing yet; options: those of torch.compile."""
-        self._compiled = cache(lambda stock: torch.compile(_bind(stock), fullgraph=True, **options))
+    def __init__(self, stateful: Collection[nn.Module] = (), **options: Any):
+        """Compile nothing yet.
+
+        stateful: the modules that keep a state; options: those of torch.compile.
+        """
+        self._stateful = stateful
+        options = {"fullgraph": not stateful, **options}
+        self._compiled = cache(lambda stock: torch.compile(_bind(stock), **options))
 
     def __call__(self, modules: Sequence[nn.Module], patches: Patches) -> None:
         for index, layer in enumerate(_decoder_layers(modules)):
@@ -40,14 +49,35 @@ class CompiledLayers:
     def _forward(self, layer: Any, index: int, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         from_context = current_varlen(layer)
         varlen = kwargs.get("varlen") or from_context
-        if varlen is None or varlen.pages is None or is_recording():
+        if varlen is None or varlen.pages is None or is_recording() or self._is_eager(varlen):
             return type(layer).forward(layer, x, *args, **kwargs)
         _mark_dynamic((x, args, kwargs), x.shape[1])
         context = nullcontext() if from_context is None else forward_context(STEP)
-        with running_layer(varlen, index), context, torch._dynamo.config.patch(DYNAMO):
+        alike = _numbered_alike([m for m in layer.modules() if m in self._stateful])
+        with running_layer(varlen, index), context, alike, torch._dynamo.config.patch(DYNAMO):
             return self._compiled(type(layer).forward)(
                 layer, x, *args, **{**kwargs, "varlen": STEP}
             )
+
+    def _is_eager(self, varlen: Varlen) -> bool:
+        """Whether states are kept, and this is no captured decode step."""
+        return bool(self._stateful) and not (is_capturing() and varlen.max_length == 1)
+
+
+@contextmanager
+def _numbered_alike(stateful: Sequence[Any]) -> Iterator[None]:
+    """Let modules be those of layer 0 inside: a graph would hold for the number that it has read.
+
+    Their cache has the states of one layer, in every place.
+    """
+    before = [module.layer_idx for module in stateful]
+    for module in stateful:
+        module.layer_idx = 0
+    try:
+        yield
+    finally:
+        for module, number in zip(stateful, before, strict=True):
+            module.layer_idx = number
 
 
 def _bind(stock: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from itertools import accumulate
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...attention import PagedCache, Pages, Varlen, forward_context, step_context
+from ...attention.hf import StatePool
 from ..execution.capture import capture_mode
 from ..execution.graph_shape import MIXED_TOKENS, capture_sizes
 from ..execution.sampler import SamplingInputs, sample
@@ -58,15 +59,23 @@ class FusedOp(Protocol):
     def __call__(self, modules: Sequence[nn.Module], patches: Patches, /) -> None: ...
 
 
-def verified_ops(model: Any, cache_like: PagedCache, max_num_seqs: int = 0) -> list[FusedOp]:
+def verified_ops(
+    model: Any,
+    cache_like: PagedCache,
+    max_num_seqs: int = 0,
+    states_like: StatePool | None = None,
+) -> list[FusedOp]:
     """Return the replacements that, together, leave the logits of a model unchanged.
 
     Args:
         cache_like: a cache of the kind that steps will use.
         max_num_seqs: the most sequences of a step; kernels for up to as many are compiled here.
+        states_like: states of the kind that the model keeps; its layers can only be compiled.
     """
     if not fused_ops_enabled():
         return []
+    if states_like is not None:
+        return _verified_layers(model, cache_like, states_like)
     verified: list[FusedOp] = []
     qkv_weights = QKVWeights()
     candidates = (norms, gated_mlps, rotary, qkv_weights, residual_adds, _decoder(qkv_weights))
@@ -83,6 +92,16 @@ def verified_ops(model: Any, cache_like: PagedCache, max_num_seqs: int = 0) -> l
     names = [op.__name__ for op in verified]
     log.info("fused kernels: %s", ", ".join(names) or "none fit this model")
     return verified
+
+
+def _verified_layers(model: Any, cache_like: PagedCache, states_like: StatePool) -> list[FusedOp]:
+    """Return compiled layers of a model that keeps states, if they leave its logits unchanged."""
+    compiled = CompiledLayers(states_like.modules)
+    with borrow_model(model):
+        expected = _trial_logits(model, cache_like, states_like)
+        matches = _matches_model(model, [compiled], expected, cache_like, states_like)
+    log.info("decode steps: %s layers", "compiled" if matches else "stock")
+    return [compiled] if matches else []
 
 
 def _decoder(qkv_weights: QKVWeights) -> FusedOp:
@@ -225,12 +244,16 @@ def _launch_graph_kernels(logits: Tensor) -> None:
 
 
 def _matches_model(
-    model: Any, ops: list[FusedOp], expected: Tensor, cache_like: PagedCache
+    model: Any,
+    ops: list[FusedOp],
+    expected: Tensor,
+    cache_like: PagedCache,
+    states_like: StatePool | None = None,
 ) -> bool:
     """Whether the logits with `ops` are the expected ones; an op that fails does not match."""
     try:
         with apply_ops(list(model.modules()), ops):
-            logits = _trial_logits(model, cache_like)
+            logits = _trial_logits(model, cache_like, states_like)
     except Exception as error:
         name = ops[-1].__name__
         log.info("fused %s: not for this model (%s: %s)", name, type(error).__name__, error)
@@ -240,31 +263,37 @@ def _matches_model(
     return bool(error < limit)
 
 
-def _trial_logits(model: Any, cache_like: PagedCache) -> Tensor:
+def _trial_logits(
+    model: Any, cache_like: PagedCache, states_like: StatePool | None = None
+) -> Tensor:
     """Return the logits of two short prompts, then of a mixed and of a decode step, as captured."""
     # In 8 bits a last bit of a key can become a step of 6 %, in either computation.
     cache = _small_cache(cache_like, None)
-    logits = [_run_step(model, cache, [range(5), range(3)])]
+    states = None if states_like is None else states_like.blank(2)
+    logits = [_run_step(model, cache, [range(5), range(3)], None, states)]
     with capture_mode():
-        logits.append(_run_step(model, cache, [range(5, 6), range(3, 7)], keep=[0, 4]))
-        logits.append(_run_step(model, cache, [range(6, 7), range(7, 8)]))
+        logits.append(_run_step(model, cache, [range(5, 6), range(3, 7)], [0, 4], states))
+        logits.append(_run_step(model, cache, [range(6, 7), range(7, 8)], None, states))
     return torch.cat(logits, dim=1)
 
 
 def _small_cache(cache_like: PagedCache, quantized: torch.dtype | None) -> PagedCache:
     """Return a cache of two pages, with these 8-bit keys and values or with those of its dtype."""
-    (keys, *_), dtype = cache_like.layer(0), cache_like.dtype
-    kind = cache_like.layer_shapes, dtype, keys.device, quantized
+    kind = cache_like.layer_shapes, cache_like.dtype, cache_like.device, quantized
     return PagedCache(2, cache_like.page_size, *kind)
 
 
 def _run_step(
-    model: Any, cache: PagedCache, spans: list[range], keep: list[int] | None = None
+    model: Any,
+    cache: PagedCache,
+    spans: list[range],
+    keep: list[int] | None = None,
+    states: StatePool | None = None,
 ) -> Tensor:
     """Return the logits of the positions in `spans`, or of those to keep; sequence n has page n."""
 
     def on_device(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=cache.layer(0)[0].device)
+        return torch.tensor(values, dtype=dtype, device=cache.device)
 
     positions = on_device([p for span in spans for p in span])
     slots = on_device([n * cache.page_size + p for n, span in enumerate(spans) for p in span])
@@ -275,7 +304,13 @@ def _run_step(
     pages = Pages(cache, table, lengths, slots, max_length)
     varlen = Varlen(cu_seqlens, max(map(len, spans)), pages)
     ids = (positions * 7 + 3) % model.config.get_text_config().vocab_size
-    with step_context(model, varlen):
+    kept: AbstractContextManager[None] = nullcontext()
+    if states is not None:
+        starts, counts = [span.start for span in spans], list(map(len, spans))
+        rows = range(len(spans))
+        decodes = max(counts) == 1
+        kept = states.decode(on_device([*rows])) if decodes else states.step(rows, starts, counts)
+    with step_context(model, varlen), kept:
         out = model(
             input_ids=ids[None],
             position_ids=positions[None],

@@ -11,7 +11,10 @@ import torch
 from nopad.cli.tiny_model import randomize_weights, tiny_model
 from nopad.inference import Engine, SamplingParams
 from nopad.inference.execution import cuda_graphs, graph_shape
+from nopad.inference.execution.capture import capture_mode
 from nopad.inference.execution.cuda_graphs import StepGraphs
+from nopad.inference.fused.compiled_layers import CompiledLayers
+from nopad.inference.fused.fused_ops import FusedOps
 from nopad.inference.scheduling.step_costs import StepCosts
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -23,8 +26,9 @@ class ReplayedGraphs(StepGraphs):
         outputs = body()
 
         def replay() -> None:
-            for output, new in zip(outputs, body(), strict=True):
-                output.copy_(new)
+            with capture_mode():
+                for output, new in zip(outputs, body(), strict=True):
+                    output.copy_(new)
 
         return SimpleNamespace(replay=replay), *outputs
 
@@ -100,7 +104,8 @@ def test_prompts_that_join_in_captured_steps_change_no_tokens(make_engine, limit
      ("falcon_mamba", "jamba", "mamba2", "minimax", "nemotron_h", "qwen3_next", "qwen3_5_text"))],
 )  # fmt: skip
 @pytest.mark.parametrize("limits", [{}, {"max_num_seqs": 3}])
-def test_decodes_of_models_with_states_are_captured(make_engine, kind, limits):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_decodes_of_models_with_states_are_captured(make_engine, kind, limits, compiled):
     """A graph's padding rows, and the prompts that join between replays, change no state."""
     torch.manual_seed(0)
     config = CONFIG_MAPPING[kind]()
@@ -111,6 +116,9 @@ def test_decodes_of_models_with_states_are_captured(make_engine, kind, limits):
     params = [greedy, drawn] * 4
     want = run_staggered(make_engine(False, model=model, **limits), params, 2)
     engine = make_engine(True, model=model, **limits)
+    if compiled:
+        stateful = engine._executor.runner.states.modules
+        engine._executor.fused_ops = FusedOps([CompiledLayers(stateful, backend="eager")])
     assert run_staggered(engine, params, 2) == want
     assert 0 < engine.stats.graph_steps < engine.stats.steps and engine.stats.padded_rows > 0
 
