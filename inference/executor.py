@@ -22,7 +22,7 @@ from .execution.cuda_graphs import graph_bytes
 from .execution.memory_budget import budget_bytes, count_engine_bytes
 from .execution.model_runner import ModelRunner
 from .fused.fused_ops import FusedOps, verified_ops
-from .fused.qkv_weights import stacked_bytes
+from .fused.stacked_weights import stacked_bytes
 from .live_model.cast_weights import CastWeights, is_matmul
 from .live_model.lockstep import gathers_parameters
 from .live_model.replica import smallest_of_replica

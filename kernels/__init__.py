@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         gemm_tiles,
         split_k_gemm,
     )
+    from .state_step import conv_step, delta_rule_step
     from .swiglu import silu_mul
     from .tokens import argmax, argmax_into, copy_words, embed, fill_last_tokens
 
@@ -54,7 +55,9 @@ __all__ = [
     "apply_rotary",
     "argmax",
     "argmax_into",
+    "conv_step",
     "copy_words",
+    "delta_rule_step",
     "embed",
     "fill_last_tokens",
     "fused_decode_attention",
@@ -110,6 +113,7 @@ _MODULES = {
         "gemm_tiles",
         "split_k_gemm",
     ),
+    "state_step": ("conv_step", "delta_rule_step"),
     "swiglu": ("silu_mul",),
     "tokens": ("argmax", "argmax_into", "copy_words", "embed", "fill_last_tokens"),
 }

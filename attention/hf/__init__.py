@@ -61,11 +61,12 @@ from .sequence_limits import (
     rotary_limit,
     sequence_limit,
 )
-from .state_pool import StatefulModule, StatePool
+from .state_pool import IN_PLACE, StatefulModule, StatePool, current_rows, in_rows
 from .step_attention import STEP, running_layer
 
 __all__ = [
     "ATTN_IMPLEMENTATION",
+    "IN_PLACE",
     "STEP",
     "ImageAttention",
     "PackedDifferences",
@@ -81,6 +82,7 @@ __all__ = [
     "check_supported",
     "collect_router_logits",
     "convolve_by_document",
+    "current_rows",
     "current_varlen",
     "declared_state",
     "decoder_layers",
@@ -91,6 +93,7 @@ __all__ = [
     "forward_context",
     "frozen_rotary",
     "has_router_logits",
+    "in_rows",
     "install_mask_patch",
     "install_router_hooks",
     "is_encoder",

@@ -14,7 +14,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -33,6 +34,10 @@ State = tuple[Tensor | None, Tensor | None]
 """The convolutional and the recurrent state [B, ...] of a module; None where it has none."""
 Forward = Callable[..., Any]
 """Takes a module, its forward, and that forward's arguments."""
+IN_PLACE = "_nopad_updates_states_in_place"
+"""An attribute of a forward that gets the states of all rows, and updates those of `current_rows`
+in place; for one token of each sequence."""
+_rows: ContextVar[Tensor] = ContextVar("nopad_rows")
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 _CUTS = (0, 5, 6, 12)
 """Where the probe cuts its tokens: into a prompt, one token, and several."""
@@ -53,6 +58,21 @@ class StatefulModule:
     @property
     def bytes(self) -> int:
         return sum(part.nbytes for part in self.state if part is not None)
+
+
+@contextmanager
+def in_rows(rows: Tensor) -> Iterator[None]:
+    """Let forwards that are `IN_PLACE` update these rows inside, int64 [B]."""
+    token = _rows.set(rows)
+    try:
+        yield
+    finally:
+        _rows.reset(token)
+
+
+def current_rows() -> Tensor:
+    """Return the rows of `in_rows`."""
+    return _rows.get()
 
 
 class StatePool:
@@ -77,14 +97,13 @@ class StatePool:
         self._device = device
 
     @property
-    def modules(self) -> frozenset[nn.Module]:
+    def modules(self) -> dict[nn.Module, StatefulModule]:
         """Those that keep a state."""
-        return frozenset(self._forwards)
+        return {module: forward.kept for module, forward in self._forwards.items()}
 
     def blank(self, num_rows: int) -> StatePool:
         """Return a pool of this kind, for other sequences."""
-        kept = {module: forward.kept for module, forward in self._forwards.items()}
-        return StatePool(kept, num_rows, self._device)
+        return StatePool(self.modules, num_rows, self._device)
 
     @contextmanager
     def step(
@@ -108,14 +127,15 @@ class StatePool:
     def _run(self, groups: list[SequenceGroup]) -> Iterator[None]:
         """Let the modules run these groups inside.
 
-        The forwards are the same objects in every step, and know their states themselves: a graph
-        of torch.compile then holds for all steps and layers.
+        The forwards are the same objects in every step, and know their states themselves.
         """
         for module, forward in self._forwards.items():
             forward.groups, forward.own = groups, vars(module).get("forward")
             vars(module)["forward"] = forward
+        decodes = [group.rows for group in groups if group.continues_by_one]
         try:
-            yield
+            with in_rows(*decodes) if decodes else nullcontext():
+                yield
         finally:
             for module, forward in self._forwards.items():
                 del vars(module)["forward"]
@@ -147,17 +167,23 @@ class _StepForward:
         self.own: Forward | None = None
         """What the module ran instead of its class's forward."""
 
+    @torch.compiler.disable  # a graph of the layer around it would hold for no other layer
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # else a graph of the layer would hold for no other one
-            torch._dynamo.graph_break()
-        stock = self.own or partial(stock_class(self.module).forward, self.module)
+        stock = partial(stock_class(self.module).forward, self.module)
+        forward = self.own or stock
+        is_in_place = hasattr(forward, IN_PLACE)
+        if not is_in_place:
+            stock = forward
         groups, named, outputs = self.groups, _named(self.kept, args, kwargs), []
         if self.kept.token_by_token:
             groups = [part for group in groups for part in group.tokens_alone()]
         for group in groups:
-            states = group.read(self.states)
-            out, new_state = group.run(self.module, stock, self.kept, states, named)
-            group.write(self.states, new_state)
+            if is_in_place and group.continues_by_one:
+                out, _ = group.run(self.module, forward, self.kept, self.states, named)
+            else:
+                states = group.read(self.states)
+                out, new_state = group.run(self.module, stock, self.kept, states, named)
+                group.write(self.states, new_state)
             outputs.append(out)
         return _join(groups, outputs)
 
@@ -187,6 +213,11 @@ class SequenceGroup:
             return [self]
         ends = range(self.tokens.start + 1, self.tokens.stop + 1)
         return [SequenceGroup(slice(end - 1, end), 1, self.rows, is_fresh=False) for end in ends]
+
+    @property
+    def continues_by_one(self) -> bool:
+        """Whether each sequence has one token, and a state already."""
+        return self.length == 1 and not self.is_fresh
 
     def has_tokens(self, value: Any) -> bool:
         """Return whether a value is a tensor [B, L, ...] of these sequences."""
@@ -259,6 +290,8 @@ def _join(groups: list[SequenceGroup], outputs: list[Any]) -> Any:
     if not all(map(SequenceGroup.has_tokens, groups, outputs)):
         return outputs[0]
     values = [out.flatten(0, 1) for out in outputs]
+    if len(values) == 1 and isinstance(groups[0].tokens, slice):
+        return values[0][None]
     joined = values[0].new_empty(sum(map(len, values)), *values[0].shape[1:])
     for group, part in zip(groups, values, strict=True):
         joined[group.tokens] = part

@@ -257,7 +257,7 @@ class StepGraphs:
         for shape in tqdm(shapes, "nopad: capturing CUDA graphs", leave=False, disable=off):
             # A quarter is for decodes of longer requests, captured when they come.
             limit = self._byte_budget if shape.mixed else self._byte_budget * 3 // 4
-            if shape.mixed and not self._captures_mixed:
+            if (shape.mixed and not self._captures_mixed) or shape != self._padded(shape):
                 continue
             if self._used_bytes >= limit or not self._ensure(shape, forward):
                 break
@@ -294,9 +294,16 @@ class StepGraphs:
             return None
         if self._states is not None and step.seq_lens.min() == 1:  # a state starts
             return None
+        shape = self._padded(shape)
         if shape in self._captured or self._used_bytes < self._byte_budget:
             return shape
         return min((large for large in self._captured if large.holds(shape)), default=None)
+
+    def _padded(self, shape: GraphShape) -> GraphShape:
+        """Return a shape of two rows for one: torch.compile would compile layers for it alone."""
+        if self._states is None or shape.num_tokens > 1:
+            return shape
+        return shape._replace(num_tokens=2, num_seqs=2)
 
     def _capture(self, shape: GraphShape, forward: Forward) -> _Captured:
         blank = blank_arrays(shape, len(self._last_tokens) - 1)

@@ -4,8 +4,8 @@
 
 Attention reads the step from its context, so a graph depends neither on the pages nor on the layer.
 The number of tokens is dynamic; one token is a graph of its own. Modules that keep a state cut the
-graph of their layer; they are compiled alone, and in captured decode steps only: in other steps
-they run once for every prompt.
+graph of their layer and are compiled alone. Such layers are compiled in captured decode steps only:
+in other steps these modules run once for every prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from ...attention import Varlen
-from ...attention.hf import STEP, current_varlen, forward_context, is_recording, running_layer
+from ...attention.hf import (
+    STEP,
+    current_rows,
+    current_varlen,
+    forward_context,
+    is_recording,
+    running_layer,
+)
+from ...runtime import stock_class
 from ..execution.capture import is_capturing
 from ..live_model.patches import Patches
 
@@ -39,12 +47,22 @@ class CompiledLayers:
         stateful: the modules that keep a state; options: those of torch.compile.
         """
         self._stateful = stateful
+        self._runs_compiled = False
+        """Whether a layer that runs now is compiled."""
         options = {"fullgraph": not stateful, **options}
         self._compiled = cache(lambda stock: torch.compile(_bind(stock), **options))
+        self._compiled_alone = cache(lambda stock: torch.compile(stock, **options))
 
     def __call__(self, modules: Sequence[nn.Module], patches: Patches) -> None:
         for index, layer in enumerate(_decoder_layers(modules)):
             patches.set(layer, "forward", partial(self._forward, layer, _cache_layer(layer, index)))
+        for module in self._stateful:
+            stock = partial(stock_class(module).forward, module)
+            before = vars(module).get("forward", stock)
+            if isinstance(before, partial):
+                forward = partial(self._run_alone, before.func, module)
+                vars(forward).update(vars(before))
+                patches.set(module, "forward", forward)
 
     def _forward(self, layer: Any, index: int, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         from_context = current_varlen(layer)
@@ -54,10 +72,21 @@ class CompiledLayers:
         _mark_dynamic((x, args, kwargs), x.shape[1])
         context = nullcontext() if from_context is None else forward_context(STEP)
         alike = _numbered_alike([m for m in layer.modules() if m in self._stateful])
-        with running_layer(varlen, index), context, alike, torch._dynamo.config.patch(DYNAMO):
-            return self._compiled(type(layer).forward)(
-                layer, x, *args, **{**kwargs, "varlen": STEP}
-            )
+        self._runs_compiled = True
+        try:
+            with running_layer(varlen, index), context, alike, torch._dynamo.config.patch(DYNAMO):
+                return self._compiled(type(layer).forward)(
+                    layer, x, *args, **{**kwargs, "varlen": STEP}
+                )
+        finally:
+            self._runs_compiled = False
+
+    def _run_alone(self, stock: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a module that keeps a state, on one token [B, 1, D] of each sequence."""
+        if not self._runs_compiled:
+            return stock(module, *args, **kwargs)
+        _mark_dynamic((args, kwargs), len(current_rows()))
+        return self._compiled_alone(stock)(module, *args, **kwargs)
 
     def _is_eager(self, varlen: Varlen) -> bool:
         """Whether states are kept, and this is no captured decode step."""

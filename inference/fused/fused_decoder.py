@@ -32,20 +32,18 @@ from ...kernels import (
     embed,
     fused_decode_attention,
     fused_decode_tiles,
-    gated_gemm,
-    gated_gemm_tiles,
     gemm_tiles,
-    silu_mul,
     split_k_gemm,
     supports_pdl,
     write_qkv,
 )
 from ...runtime import rms_norm_eps
-from ..execution.capture import is_capturing, run_on_streams
+from ..execution.capture import is_capturing
 from ..execution.graph_shape import MIXED_TOKENS
 from ..live_model.patches import Patches, is_patch
+from .gated_products import gated_linear, is_silu
 from .kept_tokens import KeptTokens
-from .qkv_weights import QKVWeights
+from .stacked_weights import StackedWeights
 
 _ATTENTION_CHILDREN = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _QK_NORMS = {"q_norm", "k_norm"}
@@ -61,8 +59,8 @@ class FusedDecoder:
 
     __name__ = "captured steps"
 
-    def __init__(self, qkv_weights: QKVWeights):
-        self._qkv_weights = qkv_weights
+    def __init__(self, stacked: StackedWeights):
+        self._stacked = stacked
         self._supported = False
         self._pending: tuple[Tensor, Tensor] | None = None
         """A residual and the partial sums that the next norm adds to it."""
@@ -163,7 +161,7 @@ class FusedDecoder:
             return original(hidden, *args, **kwargs)
         attn, mlp, use_pdl = layer.self_attn, layer.mlp, supports_pdl(hidden.device)
         residual, x = self._add_pending_residual(hidden, layer.input_layernorm)
-        weight, bias = self._qkv_weights.weights(attn)
+        weight, bias = self._stacked.of(attn)
         transform = QKTransform(*self._rope_tables[-1], bias, *_qk_norm_weights(attn))
         kept = self._kept if layer is self._last_layer else None
         attn_out = self._attend(attn, linear_split_k(x, weight), transform, use_pdl, kept)
@@ -172,7 +170,11 @@ class FusedDecoder:
         partials = add_linear(residual, attn_out.flatten(1), attn.o_proj.weight)
         norm = layer.post_attention_layernorm
         residual, x = add_rms_norm_split_k(residual, partials, norm.weight, _eps(norm), use_pdl)
-        partials = add_linear(residual, gated_linear(x, mlp), mlp.down_proj.weight)
+        partials = add_linear(
+            residual,
+            gated_linear(x, mlp.gate_proj.weight, mlp.up_proj.weight),
+            mlp.down_proj.weight,
+        )
         residual = residual[None]
         self._pending = residual, partials
         return residual
@@ -252,16 +254,6 @@ def add_linear(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(0, *residual.shape)
 
 
-def gated_linear(x: Tensor, mlp: Any) -> Tensor:
-    """Return SiLU(gate(x)) * up(x)."""
-    gate, up = mlp.gate_proj, mlp.up_proj
-    tiles = gated_gemm_tiles(len(x), gate.weight, up.weight) if x.is_cuda else None
-    if tiles is None:
-        gate_out, up_out = run_on_streams(x, gate, up)
-        return silu_mul(gate_out, up_out)
-    return gated_gemm(x, gate.weight, up.weight, tiles, supports_pdl(x.device))
-
-
 def check_supported_layer(layer: Any) -> None:
     """Raise AssertionError unless `FusedDecoder` computes what this layer computes."""
     attn, mlp = layer.self_attn, layer.mlp
@@ -273,7 +265,7 @@ def check_supported_layer(layer: Any) -> None:
     names = {name for name, _ in attn.named_children()}
     supported = (_ATTENTION_CHILDREN, _ATTENTION_CHILDREN | _QK_NORMS)
     assert names in supported, f"attention of {sorted(names)}"
-    assert type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation"), "another activation"
+    assert is_silu(mlp.act_fn), "another activation"
     linears = [attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     assert all(type(x) is nn.Linear and x.bias is None for x in linears), "no plain linear layers"
     # Mistral's attention reads its configuration; the others have a window per layer.

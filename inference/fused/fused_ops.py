@@ -25,8 +25,10 @@ from ..execution.sampler import SamplingInputs, sample
 from ..live_model.borrow import borrow_model
 from ..live_model.patches import Patches
 from .compiled_layers import CompiledLayers
-from .qkv_weights import QKVWeights
+from .gated_products import gated_products
 from .replacements import gated_mlps, norms, residual_adds, rotary
+from .stacked_weights import StackedWeights
+from .state_kernels import StateKernels
 
 log = logging.getLogger("nopad.inference")
 
@@ -77,8 +79,8 @@ def verified_ops(
     if states_like is not None:
         return _verified_layers(model, cache_like, states_like)
     verified: list[FusedOp] = []
-    qkv_weights = QKVWeights()
-    candidates = (norms, gated_mlps, rotary, qkv_weights, residual_adds, _decoder(qkv_weights))
+    stacked = StackedWeights()
+    candidates = (norms, gated_mlps, rotary, stacked, residual_adds, _decoder(stacked))
     with borrow_model(model), _background_compilation(model, candidates, cache_like, max_num_seqs):
         expected = _trial_logits(model, cache_like)
         for op in candidates:
@@ -95,19 +97,28 @@ def verified_ops(
 
 
 def _verified_layers(model: Any, cache_like: PagedCache, states_like: StatePool) -> list[FusedOp]:
-    """Return compiled layers of a model that keeps states, if they leave its logits unchanged."""
-    compiled = CompiledLayers(states_like.modules)
+    """Return what leaves the logits of a model that keeps states unchanged in decode steps."""
+    verified: list[FusedOp] = []
+    candidates = (
+        StateKernels(states_like),
+        StackedWeights(),
+        gated_products,
+        CompiledLayers(states_like.modules),
+    )
     with borrow_model(model):
         expected = _trial_logits(model, cache_like, states_like)
-        matches = _matches_model(model, [compiled], expected, cache_like, states_like)
-    log.info("decode steps: %s layers", "compiled" if matches else "stock")
-    return [compiled] if matches else []
+        for op in candidates:
+            if _matches_model(model, [*verified, op], expected, cache_like, states_like):
+                verified.append(op)
+    names = [op.__name__ for op in verified]
+    log.info("decode steps: %s", ", ".join(names) or "stock layers")
+    return verified
 
 
-def _decoder(qkv_weights: QKVWeights) -> FusedOp:
+def _decoder(stacked: StackedWeights) -> FusedOp:
     from .fused_decoder import FusedDecoder  # needs Triton
 
-    return FusedDecoder(qkv_weights)
+    return FusedDecoder(stacked)
 
 
 class FusedOps:

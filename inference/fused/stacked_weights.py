@@ -1,7 +1,8 @@
-"""`QKVWeights`: stacked copies of Q, K and V weights, so that one product computes all three.
+"""`StackedWeights`: copies of weights that multiply the same input, so that one product does.
 
-Alone, each of the three products is too small to fill a device. The copies take a few percent of
-the model's memory and are refreshed at every call of the engine; parameters are untouched.
+Alone, the products of Q, K and V, or of the gates of a delta rule, are too small to fill a device.
+The copies take a few percent of the model's memory and are refreshed at every call of the engine;
+parameters are untouched.
 
     x ─▶ [ Wq ; Wk ; Wv ] ─▶ q | k | v      q_proj computes all; k_proj and v_proj return theirs
 """
@@ -9,6 +10,7 @@ the model's memory and are refreshed at every call of the engine; parameters are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,13 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..live_model.patches import Patches
+from ..live_model.patches import Patches, method
+
+_QKV = "q_proj", "k_proj", "v_proj"
+_DELTA_RULE = "in_proj_z", "in_proj_b", "in_proj_a"
+"""In the order in which they are called."""
+_MEMBER = "_nopad_stacked"
 
 
-class QKVWeights:
+class StackedWeights:
     """The stacked weights of one model, always at the same address: CUDA graphs hold addresses."""
 
-    __name__ = "qkv projections"
+    __name__ = "stacked projections"
 
     def __init__(self) -> None:
         self._stacks: dict[int, _Stack] = {}
@@ -32,15 +39,16 @@ class QKVWeights:
         """Copy the weights and replace the projections."""
         self._stack_of = {}
         for index, module in enumerate(modules):
-            linears = _qkv_linears(module)
+            linears = _stackable(module)
             if linears:
                 stack = self._stacks.setdefault(index, _Stack())
                 stack.refresh(linears)
                 patches.on_refresh(partial(stack.refresh, linears))
                 stack.patch(linears, patches)
                 self._stack_of[module] = stack
+        assert self._stack_of, "no plain projections of one input"
 
-    def weights(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
+    def of(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
         """Return the stacked weight and bias of an attention module; only while applied."""
         stack = self._stack_of[module]
         assert stack.weight is not None
@@ -51,14 +59,17 @@ def stacked_bytes(model: nn.Module, itemsize: int) -> int:
     """Return the bytes that the copies of a model take."""
     size = 0
     for module in model.modules():
-        size += sum(linear.weight.numel() for linear in _qkv_linears(module)) * itemsize
+        size += sum(linear.weight.numel() for linear in _stackable(module)) * itemsize
     return size
 
 
-def _qkv_linears(module: nn.Module) -> list[Any]:
-    """Return a module's three projections if it has them and they are plain, else nothing."""
-    linears = [module._modules.get(name) for name in ("q_proj", "k_proj", "v_proj")]
-    return linears if all(type(linear) is nn.Linear for linear in linears) else []
+def _stackable(module: nn.Module) -> list[Any]:
+    """Return a module's projections of one input if it has them and they are plain."""
+    for names in (_QKV, _DELTA_RULE):
+        linears = [module._modules.get(name) for name in names]
+        if all(type(linear) is nn.Linear for linear in linears):
+            return linears
+    return []
 
 
 class _Stack:
@@ -67,8 +78,9 @@ class _Stack:
     def __init__(self) -> None:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
-        self._computed: dict[int, tuple[Tensor, Tensor]] = {}
-        """Input and output of k (1) and v (2), until they are taken."""
+        self.sizes: list[int] = []
+        self.computed: dict[int, tuple[Tensor, Tensor]] = {}
+        """Input and output of the second projection (1) and the third (2), until taken."""
 
     def refresh(self, linears: list[nn.Linear]) -> None:
         self.weight = _concat(self.weight, [linear.weight for linear in linears])
@@ -77,22 +89,34 @@ class _Stack:
         self.bias = None if biases[0] is None else _concat(self.bias, biases)
 
     def patch(self, linears: list[nn.Linear], patches: Patches) -> None:
-        sizes = [linear.out_features for linear in linears]
-        patches.on_restore(self._computed.clear)
-        patches.set(linears[0], "forward", partial(self._project_q, sizes=sizes))
-        for index in (1, 2):
-            forward = partial(self._take_kv, index=index, linear=linears[index])
-            patches.set(linears[index], "forward", forward)
+        self.sizes = [linear.out_features for linear in linears]
+        patches.on_restore(self.computed.clear)
+        for index, linear in enumerate(linears):
+            patches.set(linear, _MEMBER, _Member(self, index))
+            patches.set(linear, "forward", method(_take if index else _project, linear))
 
-    def _project_q(self, x: Tensor, sizes: list[int]) -> Tensor:
-        assert self.weight is not None
-        q, k, v = F.linear(x, self.weight, self.bias).split(sizes, dim=-1)
-        self._computed[1], self._computed[2] = (x, k), (x, v)
-        return q
 
-    def _take_kv(self, x: Tensor, index: int, linear: nn.Linear) -> Tensor:
-        computed_for, out = self._computed.pop(index, (None, None))
-        return out if out is not None and computed_for is x else nn.Linear.forward(linear, x)
+@dataclass
+class _Member:
+    """Which projection of a stack a linear layer is."""
+
+    stack: _Stack
+    index: int
+
+
+def _project(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Compute the products of all, and return that of the first."""
+    stack = vars(linear)[_MEMBER].stack
+    first, *others = F.linear(x, stack.weight, stack.bias).split(stack.sizes, dim=-1)
+    for index, out in enumerate(others, start=1):
+        stack.computed[index] = x, out
+    return first
+
+
+def _take(linear: nn.Linear, x: Tensor) -> Tensor:
+    member = vars(linear)[_MEMBER]
+    computed_for, out = member.stack.computed.pop(member.index, (None, None))
+    return out if out is not None and computed_for is x else nn.Linear.forward(linear, x)
 
 
 def _concat(buffer: Tensor | None, tensors: Sequence[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -43,7 +44,8 @@ class Patches:
         is_foreign = current is not None and not is_patch(current)
         if isinstance(owner, nn.Module) and is_foreign:
             return
-        value._nopad_patch = True
+        if not is_patch(value):
+            value._nopad_patch = True
         earlier = self._patches.get((id(owner), name))
         original = current if earlier is None else earlier.original
         self._patches[id(owner), name] = _Patch(attributes, name, original, value)
@@ -85,3 +87,12 @@ class Patches:
 def is_patch(value: Any) -> bool:
     """Return whether an attribute was set by `Patches`."""
     return hasattr(value, "_nopad_patch")
+
+
+def method(function: Any, module: nn.Module) -> MethodType:
+    """Return a function as a method of a module.
+
+    torch.compile makes one graph for all modules with this method, and one for each partial.
+    """
+    function._nopad_patch = True
+    return MethodType(function, module)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nopad.cli.tiny_model import TINY
 from nopad.inference.scheduling import speculation
 from oracle import World, tokens_alone
 
@@ -88,3 +89,11 @@ def tiny():
 @pytest.fixture(params=list(FAMILIES))
 def family(request) -> str:
     return request.param
+
+
+@pytest.fixture
+def small_delta_rules(monkeypatch):
+    """Give the delta rules of tiny models two heads of 16: their kernels are interpreted."""
+    for part in ("key", "value"):
+        monkeypatch.setitem(TINY, f"linear_num_{part}_heads", 2)
+        monkeypatch.setitem(TINY, f"linear_{part}_head_dim", 16)

@@ -17,7 +17,7 @@ import torch
 from nopad.attention.backends import CallSpec, selection
 from nopad.inference import Engine, SamplingParams, batch_invariant
 from nopad.inference.batch_invariant import _attention_blockwise
-from nopad.inference.fused.qkv_weights import stacked_bytes
+from nopad.inference.fused.stacked_weights import stacked_bytes
 
 module = importlib.import_module("nopad.inference.batch_invariant")  # the function has its name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,14 @@ from nopad.inference import Engine, SamplingParams
 from nopad.inference.execution import cuda_graphs, graph_shape
 from nopad.inference.execution.capture import capture_mode
 from nopad.inference.execution.cuda_graphs import StepGraphs
+from nopad.inference.fused import fused_ops
 from nopad.inference.fused.compiled_layers import CompiledLayers
-from nopad.inference.fused.fused_ops import FusedOps
 from nopad.inference.scheduling.step_costs import StepCosts
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+SLOWLY = pytest.mark.slow
+IN_PLACE = {"lfm2", "olmo_hybrid", "qwen3_5_text", "qwen3_next"}
+"""Types whose states are all updated by functions that the engine has kernels for."""
 
 
 class ReplayedGraphs(StepGraphs):
@@ -100,27 +105,47 @@ def test_prompts_that_join_in_captured_steps_change_no_tokens(make_engine, limit
 
 @pytest.mark.parametrize(
     "kind",
-    ["lfm2", "bamba", *(pytest.param(kind, marks=pytest.mark.slow) for kind in
-     ("falcon_mamba", "jamba", "mamba2", "minimax", "nemotron_h", "qwen3_next", "qwen3_5_text"))],
+    ["lfm2", "bamba", "qwen3_5_text", *(pytest.param(kind, marks=SLOWLY) for kind in
+     ("falcon_mamba", "jamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_next"))],
 )  # fmt: skip
 @pytest.mark.parametrize("limits", [{}, {"max_num_seqs": 3}])
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_decodes_of_models_with_states_are_captured(make_engine, kind, limits, compiled):
+@pytest.mark.usefixtures("small_delta_rules")
+@pytest.mark.parametrize("layers", ["stock", "fused", pytest.param("compiled", marks=SLOWLY)])
+def test_decodes_of_models_with_states_are_captured(make_engine, kind, limits, layers, monkeypatch):
     """A graph's padding rows, and the prompts that join between replays, change no state."""
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[kind]()
-    model = tiny_model(config, every_kind=True, attn_implementation="eager")[0].eval()
+    model = tiny_model(CONFIG_MAPPING[kind](), every_kind=True, attn_implementation="eager")[
+        0
+    ].eval()
     randomize_weights(model)
     greedy = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     drawn = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=7, ignore_eos=True, seed=3)
     params = [greedy, drawn] * 4
     want = run_staggered(make_engine(False, model=model, **limits), params, 2)
     engine = make_engine(True, model=model, **limits)
-    if compiled:
-        stateful = engine._executor.runner.states.modules
-        engine._executor.fused_ops = FusedOps([CompiledLayers(stateful, backend="eager")])
+    if layers != "stock":
+        compile_layers = partial(CompiledLayers, backend="eager") if layers == "compiled" else Fails
+        monkeypatch.setattr(fused_ops, "CompiledLayers", compile_layers)
+        runner = engine._executor.runner
+        ops = fused_ops.verified_ops(model, runner.cache, 8, runner.states)
+        engine._executor.fused_ops = fused_ops.FusedOps(ops)
+        names = {op.__name__ for op in ops}
+        assert ("compiled layers" in names) == (layers == "compiled")
+        assert ("kernels for states" in names) == (kind in IN_PLACE)
     assert run_staggered(engine, params, 2) == want
     assert 0 < engine.stats.graph_steps < engine.stats.steps and engine.stats.padded_rows > 0
+
+
+class Fails:
+    """Layers that cannot be compiled."""
+
+    __name__ = "none"
+
+    def __init__(self, *_: Any):
+        pass
+
+    def __call__(self, *_: Any) -> None:
+        raise AssertionError
 
 
 def test_a_first_token_starts_its_state_outside_of_a_graph(make_engine):

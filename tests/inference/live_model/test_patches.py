@@ -8,7 +8,7 @@ import pytest
 import torch
 from nopad.inference import Engine, SamplingParams
 from nopad.inference.fused.fused_ops import FusedOps
-from nopad.inference.fused.qkv_weights import QKVWeights
+from nopad.inference.fused.stacked_weights import StackedWeights
 from nopad.inference.live_model.patches import Patches
 from torch import nn
 
@@ -94,7 +94,7 @@ def test_a_refresh_that_fails_leaves_no_patch():
 
 def test_copies_of_weights_follow_writes_that_no_counter_shows(tiny):
     model = copy.deepcopy(tiny("llama"))
-    attn, fused = model.model.layers[1].self_attn, FusedOps([QKVWeights()])
+    attn, fused = model.model.layers[1].self_attn, FusedOps([StackedWeights()])
     x = torch.ones(1, 1, attn.q_proj.in_features)
     for _ in range(3):
         want = [nn.functional.linear(x, p.weight) for p in (attn.q_proj, attn.k_proj, attn.v_proj)]
