@@ -94,12 +94,12 @@ def build_executor(
     stateful = stateful_parts(model)
     cast_weights = None if key.cast_dtype is None else CastWeights(key.modules, key.cast_dtype)
     budget = budget_bytes(settings.memory, device) - (cast_weights.bytes if cast_weights else 0)
-    graph_budget = 0
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    captures = on_gpu and settings.cuda_graphs and not gathers_parameters(key.modules)
+    if captures or (on_gpu and not stateful):
         budget -= stacked_bytes(model, key.compute_dtype.itemsize)
-        if settings.cuda_graphs and not gathers_parameters(key.modules):
-            graph_budget = _graph_budget(model, settings, key.compute_dtype, budget)
-        budget -= graph_budget
+    graph_budget = _graph_budget(model, settings, key.compute_dtype, budget) if captures else 0
+    budget -= graph_budget
     num_rows = _num_rows(model, settings, stateful, budget)
     state_bytes = (num_rows + 1) * sum(each.bytes for each in stateful.values())
     states = StatePool(stateful, num_rows, device) if stateful else None
@@ -125,7 +125,7 @@ def build_executor(
 def build_fused_ops(model: Any, runner: ModelRunner, settings: Settings) -> FusedOps:
     """Verify fused kernels on the current forwards of a model; there are none on a CPU.
 
-    Models that keep states have compiled layers, in steps that are graphs.
+    Models that keep states have them only if steps may be graphs.
     """
     max_graph_rows = settings.max_num_seqs if runner.replays.enabled else 0
     if runner.device.type != "cuda" or (runner.states is not None and not max_graph_rows):

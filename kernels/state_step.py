@@ -37,13 +37,13 @@ def _conv_kernel(
     is_new, is_kept = places == WIDTH - 1, mask[:, None] & (places < WIDTH - 1)
     state = states + (tl.load(rows + sequence) * num_channels + channels) * WIDTH
     newest = tl.load(x + sequence * x_row + channels * x_channel, mask=mask, other=0.0)
-    newest = newest.to(states.dtype.element_ty)
-    kept = tl.load(state[:, None] + places + 1, mask=is_kept, other=0.0)
+    newest = newest.to(weight.dtype.element_ty).to(tl.float32)
+    kept = tl.load(state[:, None] + places + 1, mask=is_kept, other=0.0).to(tl.float32)
     inputs = tl.where(is_new, newest[:, None], kept)
     tap = places + (TAPS - WIDTH)
     is_tap = mask[:, None] & (places < WIDTH) & (tap >= 0)
     weights = tl.load(weight + channels[:, None] * TAPS + tap, mask=is_tap, other=0.0)
-    total = tl.sum(inputs.to(tl.float32) * weights.to(tl.float32), 1)
+    total = tl.sum(inputs * weights.to(tl.float32), 1)
     if TAPS > WIDTH:  # the oldest input leaves the state in this step
         oldest = tl.load(state, mask=mask, other=0.0).to(tl.float32)
         total += oldest * tl.load(weight + channels * TAPS, mask=mask, other=0.0).to(tl.float32)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -105,16 +105,14 @@ class StatePool:
         """Return a pool of this kind, for other sequences."""
         return StatePool(self.modules, num_rows, self._device)
 
-    @contextmanager
     def step(
         self, rows: Iterable[int], starts: Iterable[int], lengths: Iterable[int]
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Run the modules of a forward inside on sequences that are laid end to end.
 
         rows: of each in this pool; starts: tokens that each has run before; lengths: tokens now.
         """
-        with self._run(list(self._group(rows, starts, lengths))):
-            yield
+        return self._run(list(self._group(rows, starts, lengths)))
 
     def decode(self, rows: Tensor) -> AbstractContextManager[None]:
         """Run the modules of a forward inside on one token of each sequence that runs already.
@@ -132,10 +130,8 @@ class StatePool:
         for module, forward in self._forwards.items():
             forward.groups, forward.own = groups, vars(module).get("forward")
             vars(module)["forward"] = forward
-        decodes = [group.rows for group in groups if group.continues_by_one]
         try:
-            with in_rows(*decodes) if decodes else nullcontext():
-                yield
+            yield
         finally:
             for module, forward in self._forwards.items():
                 del vars(module)["forward"]
@@ -164,7 +160,7 @@ class _StepForward:
     def __init__(self, module: nn.Module, kept: StatefulModule, states: State):
         self.module, self.kept, self.states = module, kept, states
         self.groups: list[SequenceGroup] = []
-        self.own: Forward | None = None
+        self.own: Callable[..., Any] | None = None
         """What the module ran instead of its class's forward."""
 
     @torch.compiler.disable  # a graph of the layer around it would hold for no other layer
@@ -178,12 +174,13 @@ class _StepForward:
         if self.kept.token_by_token:
             groups = [part for group in groups for part in group.tokens_alone()]
         for group in groups:
-            if is_in_place and group.continues_by_one:
-                out, _ = group.run(self.module, forward, self.kept, self.states, named)
-            else:
-                states = group.read(self.states)
-                out, new_state = group.run(self.module, stock, self.kept, states, named)
-                group.write(self.states, new_state)
+            with in_rows(group.rows):
+                if is_in_place and group.continues_by_one:
+                    out, _ = group.run(self.module, forward, self.kept, self.states, named)
+                else:
+                    states = group.read(self.states)
+                    out, new_state = group.run(self.module, stock, self.kept, states, named)
+                    group.write(self.states, new_state)
             outputs.append(out)
         return _join(groups, outputs)
 

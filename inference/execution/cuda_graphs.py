@@ -253,11 +253,12 @@ class StepGraphs:
         """Capture the graphs of short requests, so that none waits for a capture."""
         max_pages = -(-self._max_model_len // self._cache.page_size)
         shapes = shapes_ahead(len(self._last_tokens) - 1, max_num_tokens, max_pages)
+        shapes = list(dict.fromkeys(map(self._padded, shapes)))
         off = rank() > 0 or None  # None: only in a terminal
         for shape in tqdm(shapes, "nopad: capturing CUDA graphs", leave=False, disable=off):
             # A quarter is for decodes of longer requests, captured when they come.
             limit = self._byte_budget if shape.mixed else self._byte_budget * 3 // 4
-            if (shape.mixed and not self._captures_mixed) or shape != self._padded(shape):
+            if shape.mixed and not self._captures_mixed:
                 continue
             if self._used_bytes >= limit or not self._ensure(shape, forward):
                 break

@@ -41,7 +41,7 @@ from ...runtime import rms_norm_eps
 from ..execution.capture import is_capturing
 from ..execution.graph_shape import MIXED_TOKENS
 from ..live_model.patches import Patches, is_patch
-from .gated_products import gated_linear, is_silu
+from .gated_products import gated_linear, is_silu, is_watched
 from .kept_tokens import KeptTokens
 from .stacked_weights import StackedWeights
 
@@ -292,13 +292,7 @@ def _has_one_dtype(body: nn.Module) -> bool:
 
 def _has_no_hooks(body: nn.Module) -> bool:
     """Whether no module has someone else's hook or forward, which would be bypassed."""
-    for module in body.modules():
-        forward = vars(module).get("forward")
-        if module._forward_hooks or module._forward_pre_hooks:
-            return False
-        if forward is not None and not is_patch(forward):
-            return False
-    return not _has_any_global_hook()
+    return not any(map(is_watched, body.modules())) and not _has_any_global_hook()
 
 
 def _is_verified(body: Any) -> bool:

@@ -72,7 +72,7 @@ def verified_ops(
     Args:
         cache_like: a cache of the kind that steps will use.
         max_num_seqs: the most sequences of a step; kernels for up to as many are compiled here.
-        states_like: states of the kind that the model keeps; its layers can only be compiled.
+        states_like: states of the kind that the model keeps.
     """
     if not fused_ops_enabled():
         return []
@@ -111,7 +111,7 @@ def _verified_layers(model: Any, cache_like: PagedCache, states_like: StatePool)
             if _matches_model(model, [*verified, op], expected, cache_like, states_like):
                 verified.append(op)
     names = [op.__name__ for op in verified]
-    log.info("decode steps: %s", ", ".join(names) or "stock layers")
+    log.info("fused kernels: %s", ", ".join(names) or "none fit this model")
     return verified
 
 

@@ -49,7 +49,7 @@ class StackedWeights:
         assert self._stack_of, "no plain projections of one input"
 
     def of(self, module: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """Return the stacked weight and bias of an attention module; only while applied."""
+        """Return the stacked weight and bias of a module; only while applied."""
         stack = self._stack_of[module]
         assert stack.weight is not None
         return stack.weight, stack.bias
@@ -73,7 +73,7 @@ def _stackable(module: nn.Module) -> list[Any]:
 
 
 class _Stack:
-    """The stacked projections of one attention module."""
+    """The stacked projections of one module."""
 
     def __init__(self) -> None:
         self.weight: Tensor | None = None

@@ -44,7 +44,7 @@ class StateKernels:
                 forward = partial(_with_kernels(stock, device), module)
                 setattr(forward, IN_PLACE, True)
                 patches.set(module, "forward", forward)
-                found = True
+                found |= vars(module)["forward"] is forward
         assert found, "states that are updated by other functions"
 
 
@@ -57,7 +57,7 @@ def _with_kernels(forward: Any, device: torch.device) -> FunctionType:
             assert _agree(name, inspect.unwrap(stock), function, device), f"another {name}"
             forward = rebind_global(forward, name, function)
     # torch.compile keeps its graphs with the code, and the stock forward has the same
-    forward.__code__ = forward.__code__.replace()
+    forward.__code__ = forward.__code__.replace()  # of the copy
     return forward
 
 

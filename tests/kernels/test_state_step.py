@@ -33,7 +33,7 @@ def test_a_convolution_is_that_of_transformers(width, taps, activation, with_bia
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize(("num_keys", "num_values"), [(16, 40), (24, 16)])
+@pytest.mark.parametrize(("num_keys", "num_values"), [(16, 80), (24, 16)])
 def test_a_delta_rule_is_that_of_transformers(normalize, num_keys, num_values):
     row = torch.randn(3, 1, 2 * (2 * num_keys + num_values))
     q, k, v = (
@@ -52,6 +52,16 @@ def test_a_delta_rule_is_that_of_transformers(normalize, num_keys, num_values):
     assert_close(out, expected[:, 0])
     assert_close(states[ROWS], new)
     assert torch.equal(states[[1, 3]], others)
+
+
+def test_states_may_be_narrower_than_inputs():
+    """As under autocast, where convolutions keep their inputs in bf16."""
+    x, states, weight = torch.randn(3, 8), torch.randn(5, 8, 4).bfloat16(), torch.randn(8, 4)
+    gathered = states[ROWS]
+    stock: Any = modeling_qwen3_next.causal_conv1d_update
+    expected = stock(x[..., None], gathered, weight)
+    assert_close(conv_step(x, states, ROWS, weight, None, False), expected[..., 0])
+    assert_close(states[ROWS], gathered)  # the interpreter cuts bits off instead of rounding
 
 
 def test_states_of_another_shape_are_refused():

@@ -13,13 +13,20 @@ from nopad.attention.hf import StatePool, stateful_parts
 from nopad.cli.tiny_model import randomize_weights, tiny_config
 from nopad.inference.fused import fused_ops, state_kernels
 from nopad.inference.fused.compiled_layers import CompiledLayers
+from nopad.inference.fused.gated_products import gated_products
 from nopad.inference.fused.state_kernels import CONV, DELTA_RULE
+from nopad.inference.live_model.patches import Patches
+from torch import nn
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-pytestmark = pytest.mark.usefixtures("small_delta_rules")
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+pytestmark = [
+    pytest.mark.usefixtures("small_delta_rules"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted on a GPU"),
+]
 SLOWLY = pytest.mark.slow
 KINDS = [
     "bamba",
@@ -84,6 +91,19 @@ def test_functions_that_compute_something_else_are_not_replaced(name, monkeypatc
     state_kernels._with_kernels.cache_clear()
     assert "kernels for states" not in verified_names(model)
     state_kernels._with_kernels.cache_clear()
+
+
+def test_mlps_that_compute_something_else_or_are_watched_stay_stock():
+    model = build("qwen3_5_text", 2)
+    first, second = (module for module in model.modules() if hasattr(module, "gate_proj"))
+    second.gate_proj.forward = partial(nn.Linear.forward, second.gate_proj)
+    patches = Patches()
+    gated_products(list(model.modules()), patches)
+    assert "forward" in vars(first) and "forward" not in vars(second)
+    patches.restore()
+    falcon = build("falcon_h1", 2)  # multiplies the product of its gate
+    with pytest.raises(AssertionError, match="no plain gated MLP"):
+        gated_products(list(falcon.modules()), patches)
 
 
 def test_layers_that_compute_something_else_stay_stock(monkeypatch):
