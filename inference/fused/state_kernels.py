@@ -33,6 +33,7 @@ class StateKernels:
 
     def __init__(self, states: StatePool):
         self._modules = states.modules
+        self._with_kernels = cache(_with_kernels)
 
     def __call__(self, modules: Sequence[nn.Module], patches: Patches) -> None:
         found = False
@@ -41,14 +42,13 @@ class StateKernels:
             functions = zip((CONV, DELTA_RULE), kept.state, strict=True)
             if all(state is None or global_of(stock, name) for name, state in functions):
                 device = next(module.parameters()).device
-                forward = partial(_with_kernels(stock, device), module)
+                forward = partial(self._with_kernels(stock, device), module)
                 setattr(forward, IN_PLACE, True)
                 patches.set(module, "forward", forward)
                 found |= vars(module)["forward"] is forward
         assert found, "states that are updated by other functions"
 
 
-@cache
 def _with_kernels(forward: Any, device: torch.device) -> FunctionType:
     """Return a copy of a forward that calls our functions where it calls stock ones."""
     for name, function in ((CONV, _update_conv), (DELTA_RULE, _update_delta_rule)):
