@@ -5,7 +5,7 @@
 A state has to start at zero in every document. Kernels that read the boundaries do this
 (flash-linear-attention, mamba-ssm, causal-conv1d); the torch code of Transformers does not. So a
 probe looks for the modules through which tokens of one document reach another. Where these are
-convolutions, zeros between the documents suffice, in one call; other modules run document by
+convolutions, they are summed within documents, in one call; other modules run document by
 document.
 """
 
@@ -173,15 +173,13 @@ def convolve_by_document(module: nn.Module, stock: Any, *args: Any, **kwargs: An
 
 
 class _DocumentConvolutions(TorchFunctionMode):
-    """Insert zeros between the documents of a row for every causal convolution over all of it."""
+    """Let every causal convolution of single channels over a row see no other document."""
 
     def __init__(self, cu_seqlens: Tensor, tokens: int):
         super().__init__()
-        self.tokens = tokens
-        self.documents = len(cu_seqlens)
-        positions = torch.arange(tokens, device=cu_seqlens.device)
-        self.number = torch.searchsorted(cu_seqlens, positions, right=True)
-        self.positions = positions
+        row = torch.arange(tokens, device=cu_seqlens.device)
+        starts = cu_seqlens[torch.searchsorted(cu_seqlens, row, right=True) - 1]
+        self.positions = row - starts
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -189,16 +187,68 @@ class _DocumentConvolutions(TorchFunctionMode):
         kwargs = kwargs or {}
         bound = dict(zip(_CONV1D, args, strict=False)) | kwargs
         x, weight = bound.get("input"), bound.get("weight")
-        if func is not torch.conv1d or x is None or weight is None or x.shape[-1] != self.tokens:
+        if (
+            func is not torch.conv1d
+            or x is None
+            or weight is None
+            or x.shape[-1] != len(self.positions)
+        ):
             return func(*args, **kwargs)
-        gap = weight.shape[-1] - 1
-        if bound.get("padding") not in (gap, (gap,)):
+        gap, device = weight.shape[-1] - 1, x.device.type
+        if bound.get("padding") not in (gap, (gap,)) or bound.get("groups") != x.shape[1]:
             return func(*args, **kwargs)
-        places = self.positions + self.number * gap
-        spread = x.new_zeros(*x.shape[:-1], self.tokens + self.documents * gap + gap)
-        spread[..., places] = x
-        out = func(**{**bound, "input": spread})
-        return nn.functional.pad(out[..., places], (0, gap))
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+        # Tokens first, as in the tensors around it: the products of its gradients are faster.
+        out = _DocumentConvolution.apply(x.transpose(1, 2), weight[:, 0], self.positions)
+        if (bias := bound.get("bias")) is not None:
+            out = out + bias
+        return nn.functional.pad(out.to(dtype).transpose(1, 2), (0, gap))
+
+
+class _DocumentConvolution(torch.autograd.Function):
+    """y[t, c] = sum over j of weight[c, -1 - j] x[t - j, c], if t - j is in the document of t.
+
+    torch.compile makes one kernel of it; those of libraries would need gaps between documents.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+        out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+        for back, w, kept in _taps(weight, positions):
+            out = out + w * torch.where(kept, _shift(x, back), 0)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, positions = ctx.saved_tensors
+        d_x, d_weight = torch.zeros_like(grad), []
+        for back, w, kept in _taps(weight, positions):
+            seen = torch.where(kept, grad, 0)
+            d_weight.append((seen * _shift(x, back)).sum((0, 1)))
+            d_x = d_x + w * _shift(seen, -back)
+        return d_x.to(x.dtype), torch.stack(d_weight[::-1], 1).to(weight.dtype), None
+
+
+def _taps(weight: Tensor, positions: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield how far each tap looks back, its weights [C], and which tokens [T, 1] are as far."""
+    for back in range(weight.shape[-1]):
+        yield back, weight[:, -1 - back].float(), positions[:, None] >= back
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """Return x [B, T, C] with each token some places later, and zeros in the first ones.
+
+    >>> _shift(torch.tensor([[[1], [2], [3]]]), 1).flatten()
+    tensor([0, 1, 2])
+    """
+    if by < 0:
+        return nn.functional.pad(x, (0, 0, 0, -by))[:, -by:]
+    return nn.functional.pad(x, (0, 0, by, 0))[:, : x.shape[1]]
 
 
 def _boundaries(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
@@ -218,9 +268,10 @@ def pass_boundaries(layer: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> 
     """Run a layer whose modules do not get its boundaries; None if it has none itself.
 
     A checkpointed layer is recomputed in the backward, where the context of the model is gone.
+    A compiled layer has a context around its graphs, which could not be cut inside of one.
     """
     cu_seqlens = kwargs.get("cu_seq_lens_q")
-    if cu_seqlens is None:
+    if cu_seqlens is None or torch.compiler.is_compiling():
         return None
     x = args[0] if args else kwargs["hidden_states"]
     with forward_context(Varlen(cu_seqlens, x.shape[1]), layer):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..live_model.patches import Patches, method
 
 _QKV = "q_proj", "k_proj", "v_proj"
-_DELTA_RULE = "in_proj_z", "in_proj_b", "in_proj_a"
+_DELTA_RULE = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
 """In the order in which they are called."""
 _MEMBER = "_nopad_stacked"
 

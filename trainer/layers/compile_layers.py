@@ -33,11 +33,13 @@ from ...attention.hf import (
     current_varlen,
     forward_context,
     install_router_hooks,
+    pass_boundaries,
     returning_router_logits,
     run_by_document,
     wants_other_outputs,
 )
 from .class_swap import SwappedLayers, added_forwards
+from .delta_rule import trace_as_operator
 from .experts import group_experts, quantized_experts
 
 log = logging.getLogger("nopad.trainer")
@@ -56,12 +58,19 @@ def compile_layers(model: nn.Module, **options: Any) -> SwappedLayers:
 
     Args:
         model: a causal LM of Transformers.
-        options: those of torch.compile; `fullgraph=True` by default.
+        options: those of torch.compile; `fullgraph=True` by default, without states.
     """
     reason = why_not_compiled(model)
     if reason:
         raise ValueError(f"the layers of {type(model).__name__} cannot be compiled: {reason}")
-    return compile_with(CompiledForward(options), model, next(model.parameters()).device)
+    forward = CompiledForward({**graph_options(model), **options})
+    return compile_with(forward, model, next(model.parameters()).device)
+
+
+def graph_options(model: nn.Module) -> dict[str, Any]:
+    """Return the options of torch.compile for a model: modules outside cut the graph."""
+    is_cut = any(map(_runs_uncompiled, _layers(model).modules()))
+    return {"fullgraph": False, "dynamic": True} if is_cut else {"fullgraph": True}
 
 
 def compile_with(forward: CompiledForward, model: nn.Module, device: torch.device) -> SwappedLayers:
@@ -69,6 +78,11 @@ def compile_with(forward: CompiledForward, model: nn.Module, device: torch.devic
     install_router_hooks(model)
     compiled = SwappedLayers()
     group_experts(model, compiled, device)
+    for module in _layers(model).modules():
+        if _runs_uncompiled(module):
+            compiled.swap(module, run_uncompiled)
+        elif convolve_by_document in added_forwards(type(module)):
+            trace_as_operator(module)
     for layer in _layers(model):
         compiled.swap(layer, forward)
         compiled.add_name(type(layer).__name__)
@@ -80,12 +94,22 @@ def why_not_compiled(model: nn.Module) -> str:
     layers = _layers(model)
     if not len(layers):
         return "it has no list of decoder layers"
-    added = {each for module in layers.modules() for each in added_forwards(type(module))}
-    if not added.isdisjoint((run_by_document, convolve_by_document)):
-        return "some have a state that is reset at every document"
     if weight := quantized_experts(layers):
         return f"their experts are quantized ({weight})"
     return ""
+
+
+def _runs_uncompiled(module: nn.Module) -> bool:
+    """Whether a module runs document by document, or its convolution is a kernel's of a library."""
+    added = added_forwards(type(module))
+    convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
+    return run_by_document in added or (convolves and convolve_by_document not in added)
+
+
+@torch.compiler.disable
+def run_uncompiled(module: nn.Module, fallback: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Run a module outside of the graphs of its layer: see `class_swap.Forward`."""
+    return fallback(module, *args, **kwargs)
 
 
 def compiled_forward(model: nn.Module) -> CompiledForward | None:
@@ -116,7 +140,7 @@ class CompiledForward:
         self.failure = ""
         """How the compilation failed."""
         self._logged_group, self._works = False, False
-        options = {"fullgraph": True, "backend": recompute_backend, **options}
+        options = {"backend": recompute_backend, **options}
         self._compiled = cache(lambda stock: torch.compile(_bind(stock), **options))
 
     def __reduce__(self) -> tuple:
@@ -139,7 +163,7 @@ class CompiledForward:
         max_length: Any = torch.tensor(boundaries.max_length)
         packed = {"cu_seq_lens_q": boundaries.cu_seqlens, "max_length_q": max_length}
         context = nullcontext()
-        if current_varlen(layer) is not None:
+        if current_varlen(layer) is not None or pass_boundaries in added_forwards(type(layer)):
             context = forward_context(Varlen(boundaries.cu_seqlens, max_length))
         try:
             with context, torch._dynamo.config.patch(DYNAMO):

@@ -23,7 +23,13 @@ from ...attention.hf import ATTN_IMPLEMENTATION
 from ...runtime import Layout
 from ..banner import print_banner
 from .class_swap import SwappedLayers
-from .compile_layers import CompiledForward, compile_with, compiled_forward, why_not_compiled
+from .compile_layers import (
+    CompiledForward,
+    compile_with,
+    compiled_forward,
+    graph_options,
+    why_not_compiled,
+)
 from .experts import group_experts
 
 COMPILED, STOCK = "compiled", "stock"
@@ -88,7 +94,7 @@ def prepare_layers(
         raise ValueError(f"layers='compiled': {obstacle}; use layers='auto'")
     way, note = choose(layers, saved, obstacle, device.type)
     if way == COMPILED:
-        forward = CompiledForward({}, falls_back=layers != COMPILED)
+        forward = CompiledForward(graph_options(model), falls_back=layers != COMPILED)
         swapped = compile_with(forward, model, device)
         if device.type == "cuda":
             print_banner(["compiling layers: up to a minute for the first step, less once cached"])
