@@ -25,7 +25,7 @@ from bench_rollouts import make_tokenizer
 from datasets import Dataset
 from nopad.trainer.with_trl import PackedDPOTrainer, PackedRewardTrainer
 from record import header, write_record
-from training.grid import LLAMA_1B
+from shapes import LLAMA_1B
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,

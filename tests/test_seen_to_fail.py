@@ -1782,7 +1782,7 @@ FAULTS = {
         "StatePool.decode = lambda self, rows: right(self, rows.flip(0))",
     ),
     "kernels for states update those of others": (
-        "inference/fused/test_compiled_states.py::"
+        "inference/fused/test_compiled_layers.py::"
         "test_functions_that_compute_something_else_are_not_replaced",
         "nopad.inference.fused.state_kernels",
         "right = current_rows\n"

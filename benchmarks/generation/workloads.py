@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from record import shared_dir
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from shapes import LLAMA_1B, LLAMA_8B, QWEN3_06B, config_of
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 END_OF_TEXT = 0
 
@@ -34,53 +35,17 @@ class Workload:
 
 def llama_1b(device: str = "cuda") -> torch.nn.Module:
     """The shape of Llama-3.2-1B."""
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        max_position_embeddings=8192,
-        rope_theta=500000.0,
-        tie_word_embeddings=True,
-    )
-    return _build(LlamaForCausalLM, config, device, torch.bfloat16)
+    return build_model(config_of("llama", LLAMA_1B, positions=8192), device)
 
 
 def llama_8b(device: str = "cuda") -> torch.nn.Module:
     """The shape of Llama-3.1-8B."""
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=8192,
-        rope_theta=500000.0,
-        tie_word_embeddings=False,
-    )
-    return _build(LlamaForCausalLM, config, device, torch.bfloat16)
+    return build_model(config_of("llama", LLAMA_8B, positions=8192), device)
 
 
 def qwen3_600m(device: str = "cuda") -> torch.nn.Module:
     """The shape of Qwen3-0.6B."""
-    config = Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=8192,
-        rope_theta=1000000.0,
-        tie_word_embeddings=True,
-    )
-    return _build(Qwen3ForCausalLM, config, device, torch.bfloat16)
+    return build_model(config_of("qwen3", QWEN3_06B, positions=8192), device)
 
 
 def llama_cpu() -> torch.nn.Module:
@@ -95,13 +60,14 @@ def llama_cpu() -> torch.nn.Module:
         max_position_embeddings=2048,
         tie_word_embeddings=True,
     )
-    return _build(LlamaForCausalLM, config, "cpu", torch.float32)
+    return build_model(config, "cpu", torch.float32)
 
 
-def _build(model_class, config, device: str, dtype: torch.dtype) -> torch.nn.Module:
+def build_model(config, device: str, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    """Build a causal LM with random weights, of which none is ever in another precision."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = model_class(config).to(dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.get_output_embeddings().weight.data[END_OF_TEXT] = 0
     model.generation_config.eos_token_id = END_OF_TEXT
     model.config.eos_token_id = END_OF_TEXT
@@ -113,6 +79,16 @@ def lognormal(vocab_size: int, count: int = 512, seed: int = 0) -> Workload:
     rng = np.random.default_rng(seed)
     prompt = np.clip(rng.lognormal(np.log(220), 1.0, count), 8, 1024).astype(int)
     new = np.clip(rng.lognormal(np.log(160), 1.0, count), 8, 1024).astype(int)
+    return _random(rng, vocab_size, prompt, new)
+
+
+def shaped(vocab_size: int, count: int = 256, seed: int = 0) -> Workload:
+    """Log-normal lengths, mean 300 in and 200 out, sigma 0.8, then cut to 8 to 1024 tokens."""
+    rng = np.random.default_rng(seed)
+    prompt, new = (
+        np.clip(rng.lognormal(np.log(mean) - 0.32, 0.8, count), 8, 1024).astype(int)
+        for mean in (300, 200)
+    )
     return _random(rng, vocab_size, prompt, new)
 
 

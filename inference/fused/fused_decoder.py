@@ -37,12 +37,13 @@ from ...kernels import (
     supports_pdl,
     write_qkv,
 )
-from ...runtime import rms_norm_eps
+from ...runtime import global_of, rms_norm_eps, stock_class
 from ..execution.capture import is_capturing
 from ..execution.graph_shape import MIXED_TOKENS
-from ..live_model.patches import Patches, is_patch
+from ..live_model.patches import Patches
 from .gated_products import gated_linear, is_silu, is_watched
 from .kept_tokens import KeptTokens
+from .replacements import ROTARY_FUNCTION, is_neox_rotary
 from .stacked_weights import StackedWeights
 
 _ATTENTION_CHILDREN = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -59,8 +60,13 @@ class FusedDecoder:
 
     __name__ = "captured steps"
 
-    def __init__(self, stacked: StackedWeights):
+    def __init__(self, stacked: StackedWeights, computes: Callable[[int], bool] | None = None):
+        """Compute steps inside graphs, and large ones.
+
+        computes: whether a step of so many tokens is computed here; None: any.
+        """
         self._stacked = stacked
+        self._computes = computes
         self._supported = False
         self._pending: tuple[Tensor, Tensor] | None = None
         """A residual and the partial sums that the next norm adds to it."""
@@ -79,13 +85,10 @@ class FusedDecoder:
 
     def __call__(self, modules: Sequence[nn.Module], patches: Patches) -> None:
         """Patch every layer; the original forwards stay in use for all other steps."""
-        body: Any = getattr(modules[0], "model", None)
-        assert body.rotary_emb.rope_type in _FIXED_ROPE_TYPES, "angles that depend on the length"
-        assert type(body.embed_tokens) is nn.Embedding, "no plain embedding"
-        for layer in body.layers:
-            check_supported_layer(layer)
+        check_supported(modules[0])
+        body: Any = modules[0].model
         self._owner, self._last_layer = body, body.layers[-1]
-        self._supported = _has_one_dtype(body) and _has_no_hooks(body) and _is_verified(body)
+        self._supported = _has_one_dtype(body) and _has_no_hooks(body)
         if _has_plain_head(modules[0], body):
             model: Any = modules[0]
             patches.set(model, "forward", partial(self._causal_lm, model.forward))
@@ -104,8 +107,10 @@ class FusedDecoder:
         varlen = self._varlen()
         if not self._supported or varlen is None or varlen.pages is None:
             return None
-        is_large = len(varlen.pages.kv_slots) > MIXED_TOKENS[-1]
-        return varlen.pages if is_capturing() or is_large else None
+        num_tokens = len(varlen.pages.kv_slots)
+        if not is_capturing() and num_tokens <= MIXED_TOKENS[-1]:
+            return None
+        return varlen.pages if self._computes is None or self._computes(num_tokens) else None
 
     def _varlen(self) -> Varlen | None:
         return current_varlen(self._owner) if self._step is None else self._step
@@ -254,9 +259,21 @@ def add_linear(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(0, *residual.shape)
 
 
+def check_supported(model: Any) -> None:
+    """Raise AssertionError unless `FusedDecoder` computes what this model's layers compute."""
+    body: Any = getattr(model, "model", None)
+    assert isinstance(getattr(body, "layers", None), nn.ModuleList), "no plain stack of layers"
+    for layer in body.layers:
+        check_supported_layer(layer)
+    assert body.rotary_emb.rope_type in _FIXED_ROPE_TYPES, "angles that depend on the length"
+    assert type(body.embed_tokens) is nn.Embedding, "no plain embedding"
+    assert rms_norm_eps(body.norm) is not None, "another last norm"
+
+
 def check_supported_layer(layer: Any) -> None:
     """Raise AssertionError unless `FusedDecoder` computes what this layer computes."""
-    attn, mlp = layer.self_attn, layer.mlp
+    attn: Any = getattr(layer, "self_attn", None)
+    mlp: Any = getattr(layer, "mlp", None)
     family = type(layer).__name__.removesuffix("DecoderLayer")
     assert family in _FAMILIES, f"layers of {family}"
     for module, suffix in ((layer, "DecoderLayer"), (attn, "Attention"), (mlp, "MLP")):
@@ -271,6 +288,11 @@ def check_supported_layer(layer: Any) -> None:
     # Mistral's attention reads its configuration; the others have a window per layer.
     windowed = attn.config if family == "Mistral" else attn
     assert getattr(windowed, "sliding_window", None) is None, "a sliding window"
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attn, name) for name in names & _QK_NORMS]
+    assert all(rms_norm_eps(norm) is not None for norm in norms), "another norm"
+    stock = global_of(stock_class(attn).forward, ROTARY_FUNCTION)
+    assert stock is not None and is_neox_rotary(stock), "another rotary formula"
 
 
 def _has_plain_head(model: Any, body: Any) -> bool:
@@ -293,14 +315,6 @@ def _has_one_dtype(body: nn.Module) -> bool:
 def _has_no_hooks(body: nn.Module) -> bool:
     """Whether no module has someone else's hook or forward, which would be bypassed."""
     return not any(map(is_watched, body.modules())) and not _has_any_global_hook()
-
-
-def _is_verified(body: Any) -> bool:
-    """Whether norms and rotary were replaced, hence verified to be what our kernels compute."""
-    modules = [body.norm]
-    for layer in body.layers:
-        modules += [layer.input_layernorm, layer.self_attn]
-    return all(is_patch(module.forward) for module in modules)
 
 
 def _by_own_kernels(keys: Tensor, heads: int) -> bool:

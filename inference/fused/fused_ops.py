@@ -1,5 +1,9 @@
 """Choose, verify and apply fused replacements of a model's operations while the engine has it.
 
+    hand-fused   layers of known families: the fastest for small weights and few tokens
+    compiled     layers of any model, with products of our own where they fit
+
+Which layers compute a step depends on its tokens and on the sizes of the model (`is_fused_step`).
 Nothing is assumed about a model beyond what its modules look like, so every replacement is
 verified: the model runs with and without it, and one that changes the logits is not used.
 Afterwards the modules are as they were.
@@ -11,6 +15,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -31,6 +37,11 @@ from .stacked_weights import StackedWeights
 from .state_kernels import StateKernels
 
 log = logging.getLogger("nopad.inference")
+
+_FUSED_WEIGHTS = 1 << 62
+_FUSED_TOKENS = 64
+"""Hand-fused layers compute every step of a model with fewer weights per layer than the first, and
+steps of up to so many tokens of any other. To be measured: today they compute every step."""
 
 _enabled: ContextVar[bool] = ContextVar("nopad_fused_ops", default=True)
 
@@ -61,6 +72,24 @@ class FusedOp(Protocol):
     def __call__(self, modules: Sequence[nn.Module], patches: Patches, /) -> None: ...
 
 
+def is_fused_step(layer_weights: int, num_tokens: int) -> bool:
+    """Return whether hand-fused layers compute a step, where they fit a model, or compiled ones.
+
+    layer_weights: parameters of the largest decoder layer.
+    """
+    return layer_weights < _FUSED_WEIGHTS or num_tokens <= _FUSED_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class _Tier:
+    """Replacements in the order in which they are verified, each together with those before it."""
+
+    name: str
+    ops: tuple[FusedOp, ...]
+    layers: FusedOp
+    """The one that computes the layers; without it, the next tier is tried."""
+
+
 def verified_ops(
     model: Any,
     cache_like: PagedCache,
@@ -72,53 +101,64 @@ def verified_ops(
     Args:
         cache_like: a cache of the kind that steps will use.
         max_num_seqs: the most sequences of a step; kernels for up to as many are compiled here.
-        states_like: states of the kind that the model keeps.
+        states_like: states of the kind that the model keeps; replacements are for decode steps.
     """
     if not fused_ops_enabled():
         return []
-    if states_like is not None:
-        return _verified_layers(model, cache_like, states_like)
-    verified: list[FusedOp] = []
-    stacked = StackedWeights()
-    candidates = (norms, gated_mlps, rotary, stacked, residual_adds, _decoder(stacked))
-    with borrow_model(model), _background_compilation(model, candidates, cache_like, max_num_seqs):
-        expected = _trial_logits(model, cache_like)
-        for op in candidates:
-            if _matches_model(model, [*verified, op], expected, cache_like):
-                verified.append(op)
-        compiled = CompiledLayers()
-        if candidates[-1] not in verified and _matches_model(
-            model, [compiled], expected, cache_like
-        ):
-            verified = [compiled]
-    names = [op.__name__ for op in verified]
-    log.info("fused kernels: %s", ", ".join(names) or "none fit this model")
-    return verified
-
-
-def _verified_layers(model: Any, cache_like: PagedCache, states_like: StatePool) -> list[FusedOp]:
-    """Return what leaves the logits of a model that keeps states unchanged in decode steps."""
-    verified: list[FusedOp] = []
-    candidates = (
-        StateKernels(states_like),
-        StackedWeights(),
-        gated_products,
-        CompiledLayers(states_like.modules),
-    )
-    with borrow_model(model):
+    tiers = _tiers(model, max_num_seqs, states_like)
+    kind, verified = "stock layers", list[FusedOp]()
+    compilation: AbstractContextManager[None] = nullcontext()
+    if states_like is None:
+        compilation = _background_compilation(model, tiers[0].ops, cache_like, max_num_seqs)
+    with borrow_model(model), compilation:
         expected = _trial_logits(model, cache_like, states_like)
-        for op in candidates:
-            if _matches_model(model, [*verified, op], expected, cache_like, states_like):
-                verified.append(op)
-    names = [op.__name__ for op in verified]
-    log.info("fused kernels: %s", ", ".join(names) or "none fit this model")
+        for tier in tiers:
+            verified = []
+            for op in tier.ops:
+                if _matches_model(model, [*verified, op], expected, cache_like, states_like):
+                    verified.append(op)
+            if tier.layers in verified:
+                kind = tier.name
+                break
+    names = ", ".join(op.__name__ for op in verified) or "none fit this model"
+    log.info("fused kernels: %s: %s", kind, names)
     return verified
 
 
-def _decoder(stacked: StackedWeights) -> FusedOp:
-    from .fused_decoder import FusedDecoder  # needs Triton
+def _tiers(model: Any, max_num_seqs: int, states_like: StatePool | None) -> list[_Tier]:
+    """Return the tiers to try, the preferred one first."""
+    stacked = StackedWeights()
+    if states_like is not None:
+        compiled = CompiledLayers(states_like.modules)
+        parts = StateKernels(states_like), stacked, gated_products, compiled
+        return [_Tier("compiled layers with states", parts, compiled)]
+    compiled = CompiledLayers()
+    parts = stacked, gated_products, compiled
+    from .fused_decoder import FusedDecoder, check_supported  # needs Triton
 
-    return FusedDecoder(stacked)
+    by_hand = norms, gated_mlps, rotary, stacked, residual_adds
+    try:
+        check_supported(model)
+    except Exception as error:
+        reason = f"compiled layers ({error})"
+        return [_Tier(reason, parts, compiled), _Tier("stock layers", by_hand, residual_adds)]
+    weights = max(sum(p.numel() for p in layer.parameters()) for layer in model.model.layers)
+    size = f"{weights / 1e6:.0f} M weights per layer"
+    decoder, is_fused = FusedDecoder(stacked), partial(is_fused_step, weights)
+    fused = _Tier(f"hand-fused layers ({size})", (*by_hand, decoder), decoder)
+    if all(map(is_fused, _step_sizes(max_num_seqs))):
+        return [fused, _Tier("compiled layers", parts, compiled)]
+    mixed = _Tier(
+        f"hand-fused layers in small steps, compiled ones in others ({size})",
+        (*parts, FusedDecoder(stacked, is_fused)),
+        compiled,
+    )
+    return [mixed, fused]
+
+
+def _step_sizes(max_num_seqs: int) -> list[int]:
+    """Return the tokens of all captured steps, and of the smallest step too large for a graph."""
+    return [*capture_sizes(max_num_seqs), *MIXED_TOKENS, MIXED_TOKENS[-1] + 1]
 
 
 class FusedOps:
@@ -179,6 +219,8 @@ def _background_compilation(
     modules = list(model.modules())
     with apply_ops(modules, ()) as patches, record_missing() as missing:
         for op in ops:
+            if isinstance(op, CompiledLayers):
+                continue  # torch compiles while it verifies them
             with suppress(Exception):  # verification reports it
                 op(modules, patches)
         with suppress(Exception):

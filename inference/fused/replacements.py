@@ -59,7 +59,7 @@ def rotary(modules: Sequence[nn.Module], patches: Patches) -> None:
         forward = getattr(stock_class(module), "forward", None)
         stock = global_of(forward, ROTARY_FUNCTION)
         if stock is not None:
-            assert _is_neox_rotary(stock), "another rotary formula"
+            assert is_neox_rotary(stock), "another rotary formula"
             patches.set(module, "forward", partial(_with_fused_rotary(forward), module))
 
 
@@ -76,7 +76,7 @@ def _with_fused_rotary(forward: Any) -> Callable[..., Any]:
 
 
 @lru_cache(maxsize=64)
-def _is_neox_rotary(function: Any) -> bool:
+def is_neox_rotary(function: Any) -> bool:
     """Whether a function rotates halves, as our kernel does (GPT-NeoX style).
 
     The logits of a short trial may hardly show the difference to rotating pairs.

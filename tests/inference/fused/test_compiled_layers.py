@@ -1,8 +1,9 @@
-"""Compiled decode steps of models with states, without a GPU: the graphs of torch.compile."""
+"""Compiled layers, without a GPU: the graphs of torch.compile, and which steps they compute."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from nopad.attention import PagedCache, layer_shapes
 from nopad.attention.hf import StatePool, stateful_parts
 from nopad.cli.tiny_model import randomize_weights, tiny_config
+from nopad.inference.execution.capture import capture_mode
 from nopad.inference.fused import fused_ops
 from nopad.inference.fused.compiled_layers import CompiledLayers
 from nopad.inference.fused.gated_products import gated_products
 from nopad.inference.fused.state_kernels import CONV, DELTA_RULE
+from nopad.inference.live_model.borrow import borrow_model
 from nopad.inference.live_model.patches import Patches
 from torch import nn
 from torch._dynamo.utils import counters
@@ -31,9 +34,11 @@ SLOWLY = pytest.mark.slow
 KINDS = [
     "bamba",
     "lfm2",
+    "gemma3_text",
+    "olmo2",
     *(
         pytest.param(kind, marks=SLOWLY)
-        for kind in ("qwen3_5_text", "qwen3_next", "granitemoehybrid")
+        for kind in ("qwen3_5_text", "qwen3_next", "granitemoehybrid", "qwen3_moe")
     ),
 ]
 
@@ -46,15 +51,20 @@ def build(kind: str, layers: int) -> Any:
     return model
 
 
-def parts(model: Any) -> tuple[PagedCache, StatePool]:
+def verified(model: Any) -> list[fused_ops.FusedOp]:
+    """Return what replaces parts of a model; in decode steps, if it keeps states."""
     cache = PagedCache(1, 16, layer_shapes(model), torch.float32, "cpu")
-    return cache, StatePool(stateful_parts(model), 3, "cpu")
+    stateful = stateful_parts(model)
+    states = StatePool(stateful, 3, "cpu") if stateful else None
+    return fused_ops.verified_ops(model, cache, 8, states)
 
 
 def verified_names(model: Any) -> list[str]:
-    """Return what replaces parts of a model in decode steps."""
-    cache, states = parts(model)
-    return [op.__name__ for op in fused_ops.verified_ops(model, cache, 8, states)]
+    return [op.__name__ for op in verified(model)]
+
+
+def compile_eagerly(monkeypatch: Any) -> None:
+    monkeypatch.setattr(fused_ops, "CompiledLayers", partial(CompiledLayers, backend="eager"))
 
 
 def count_graphs(kind: str, layers: int, monkeypatch: Any) -> int:
@@ -63,7 +73,7 @@ def count_graphs(kind: str, layers: int, monkeypatch: Any) -> int:
     numbers = [vars(module).get("layer_idx") for module in model.modules()]
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(fused_ops, "CompiledLayers", partial(CompiledLayers, backend="eager"))
+    compile_eagerly(monkeypatch)
     assert "compiled layers" in verified_names(model)
     assert [vars(module).get("layer_idx") for module in model.modules()] == numbers
     return counters["stats"]["unique_graphs"]
@@ -112,14 +122,65 @@ def test_layers_that_compute_something_else_stay_stock(monkeypatch):
 class WrongLayers(CompiledLayers):
     """A compilation that loses what a layer adds to its input."""
 
-    def __init__(self, stateful: Any):
+    def __init__(self, stateful: Any = ()):
         super().__init__(stateful, backend="eager")
         self._compiled = lambda stock: lambda layer, x, *args, **kwargs: x
 
 
-def test_layers_that_cannot_be_compiled_stay_stock(monkeypatch):
+def no_compiler(*_: Any, **__: Any) -> Any:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    return fail
+
+
+def test_layers_that_cannot_be_compiled_stay_stock(monkeypatch):
+    monkeypatch.setattr(torch, "compile", no_compiler)
     assert "compiled layers" not in verified_names(build("lfm2", 4))
+
+
+def test_layers_that_are_not_fused_by_hand_are_compiled_and_the_log_says_why(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    compile_eagerly(monkeypatch)
+    assert verified_names(build("gemma3_text", 2)) == ["stacked projections", "compiled layers"]
+    assert "compiled layers (layers of Gemma3)" in caplog.text
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    assert "rotary" in verified_names(build("gemma3_text", 2))
+    assert "stock layers" in caplog.text
+
+
+def test_steps_of_few_tokens_are_fused_by_hand_and_others_compiled(monkeypatch, caplog):
+    """Only in graphs, and in steps too large for one; a layer gives the same either way."""
+    caplog.set_level(logging.INFO)
+    model, shapes = build("llama", 2), []
+    compile_eagerly(monkeypatch)
+    monkeypatch.setattr(fused_ops, "is_fused_step", lambda weights, tokens: tokens <= 2)
+    *parts, compiled, decoder = verified(model)
+    names = [op.__name__ for op in (*parts, compiled, decoder)]
+    assert names == ["stacked projections", "gated_products", "compiled layers", "captured steps"]
+    assert "hand-fused layers in small steps, compiled ones in others" in caplog.text
+    cache = PagedCache(3, 16, layer_shapes(model), torch.float32, "cpu")
+    fused, compile_layer = [], []
+    monkeypatch.setattr(decoder, "_attend", spy(decoder._attend, fused))
+    monkeypatch.setattr(compiled, "_compiled", spy(compiled._compiled, compile_layer))
+    for rows, captured in ((2, True), (3, True), (2, False)):
+        spans = [range(1)] * rows
+        with borrow_model(model):
+            expected = fused_ops._run_step(model, cache, spans)
+            ops = fused_ops.apply_ops(list(model.modules()), [*parts, compiled, decoder])
+            with ops, capture_mode(captured):
+                logits = fused_ops._run_step(model, cache, spans)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        shapes.append((len(fused), len(compile_layer)))
+    assert shapes == [(2, 0), (2, 2), (2, 4)]
+
+
+def spy(function: Any, calls: list) -> Any:
+    return lambda *args: calls.append(args) or function(*args)
+
+
+def test_large_layers_are_fused_by_hand_where_nothing_compiles(monkeypatch):
+    monkeypatch.setattr(fused_ops, "is_fused_step", lambda weights, tokens: tokens <= 2)
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    *_, decoder = verified(build("llama", 2))
+    assert decoder.__name__ == "captured steps" and decoder._computes is None
