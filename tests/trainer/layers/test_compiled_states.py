@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from copy import deepcopy
 from functools import wraps
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def delta_rule_of_documents(monkeypatch):
                 **{name: x[:, start:end] for name, x in sequences.items()},
                 **options,
             )[0]
-            for start, end in zip(ends, ends[1:], strict=False)
+            for start, end in pairwise(ends)
         ]
         return torch.cat(documents, 1), None
 
@@ -64,9 +65,9 @@ def pack(documents: list[list[int]]) -> dict[str, Any]:
     bounds = torch.tensor([0, *map(len, documents)], dtype=torch.int32).cumsum(0).int()
     longest = max(map(len, documents))
     return {
-        "input_ids": torch.tensor([sum(documents, [])]),
+        "input_ids": torch.tensor([[*chain(*documents)]]),
         "position_ids": torch.cat([torch.arange(len(ids)) for ids in documents])[None],
-        "labels": torch.tensor([sum(([-100, *ids[1:]] for ids in documents), [])]),
+        "labels": torch.tensor([[*chain(*([-100, *ids[1:]] for ids in documents))]]),
         **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), bounds),
         **dict.fromkeys(("max_length_q", "max_length_k"), longest),
         "use_cache": False,
