@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .attention_tile import padded_dim
     from .cross_entropy import losses_and_gradient, scale_tensor
+    from .fp8_gemm import fp8_grad_input, fp8_grad_weight, fp8_linear
     from .fused_decode import MAX_FUSED_SEQS, fused_decode_attention, fused_decode_tiles
     from .grouped_gemm import grouped_mm
     from .kv_write import write_kv
@@ -60,6 +61,9 @@ __all__ = [
     "delta_rule_step",
     "embed",
     "fill_last_tokens",
+    "fp8_grad_input",
+    "fp8_grad_weight",
+    "fp8_linear",
     "fused_decode_attention",
     "fused_decode_tiles",
     "gated_gemm",
@@ -86,6 +90,7 @@ __all__ = [
 _MODULES = {
     "attention_tile": ("padded_dim",),
     "cross_entropy": ("losses_and_gradient", "scale_tensor"),
+    "fp8_gemm": ("fp8_grad_input", "fp8_grad_weight", "fp8_linear"),
     "fused_decode": ("MAX_FUSED_SEQS", "fused_decode_attention", "fused_decode_tiles"),
     "grouped_gemm": ("grouped_mm",),
     "kv_write": ("write_kv",),

@@ -4,8 +4,9 @@ A cell is a model with random weights in the shape of a known one, and a mode: f
 fp32 weights under bf16 autocast, the same with gradient checkpointing, or LoRA on a bf16 base. Its
 arms train on the same packs in the same process, in turn:
 
-    stock    HF Trainer, flattening collator, liger-kernel, `attention` of the cell
-    nopad    PackedTrainer with its defaults
+    stock        HF Trainer, flattening collator, liger-kernel, `attention` of the cell
+    nopad        PackedTrainer with its defaults
+    nopad fp8    the same with fp8=True
 
 The losses of all arms are recorded: a peer whose loss is off is no peer.
 """
@@ -20,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,7 @@ CELLS = {
 ARMS: dict[str, Callable[[Run, Any], None]] = {
     "stock": hf_stock,
     "nopad": hf_nopad,
+    "nopad fp8": partial(hf_nopad, fp8=True),
 }
 
 
@@ -98,7 +101,7 @@ def run_grid(record: Path, cells: list[str], arms: list[str], seconds: float, ti
     done: dict[str, dict] = json.loads(record.read_text()) if record.exists() else {}
     deadline = time.monotonic() + seconds
     for name in cells or CELLS:
-        for arm in arms or ARMS:
+        for arm in arms or ("stock", "nopad"):
             if arm in done.get(name, {}) or time.monotonic() > deadline:
                 continue
             row = measure_arm(CELLS[name], arm, tiny)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
+import torch
 import torch.distributed as dist
 from nopad.trainer.monitoring import preflight
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.functional import pad
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +52,35 @@ def description(model, collator, *settings) -> str:
 
 def hooks(module):
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
+
+
+@pytest.fixture
+def emulated_fp8(monkeypatch):
+    """Multiply in fp8 on a CPU, in small layers too; graphs are traced, but not compiled.
+
+    The counter of graphs has the shapes of all products, as (M, N, K).
+    """
+    pytest.importorskip("triton", reason="the products transpose by a kernel")
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    counter.products = []
+
+    def multiply(a, b, a_scale, b_scale, dtype=torch.bfloat16):
+        assert not any(size % 16 for size in b.shape), "the library needs multiples of 16"
+        counter.products.append((len(a), b.shape[1], len(b)))
+        return ((a.float() @ b.float()) * a_scale * b_scale).to(dtype)
+
+    def transpose(x, factors):
+        padded = pad(x.float() * factors, (0, 0, 0, -len(x) % 16))
+        return padded.to(torch.float8_e4m3fn).t().contiguous()
+
+    for path, name, value in (
+        ("kernels.fp8_gemm", "_multiply", multiply),
+        ("kernels.fp8_gemm", "transpose", transpose),
+        ("trainer.layers.compile_layers", "recompute_backend", counter),
+        ("trainer.layers.fp8", "why_not_device", lambda device: ""),
+        ("trainer.layers.fp8", "MIN_WEIGHTS", 32 * 32),
+    ):
+        monkeypatch.setattr(importlib.import_module(f"nopad.{path}"), name, value)
+    yield counter
+    torch._dynamo.reset()

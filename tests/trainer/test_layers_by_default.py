@@ -103,6 +103,24 @@ def test_a_run_whose_compilation_failed_is_resumed_with_stock_layers(
     assert train(tiny_run.model(), tmp_path, resume=True) == "stock", "as the checkpoint did"
 
 
+@pytest.mark.parametrize("name", FRONT_ENDS)
+def test_fp8_is_told_also_when_a_resumed_run_omits_it(name, tmp_path, capsys, emulated_fp8):
+    train = FRONT_ENDS[name]
+    assert train(tiny_run.model(), tmp_path, fp8=True) == "fp8"
+    told = "nopad: loss without logits, compiled layers with fp8 products"
+    assert capsys.readouterr().out.splitlines().count(told) == 1
+    assert train(tiny_run.model(), tmp_path, resume=True, fp8=True) == "fp8"
+    assert "checkpoint was trained with" not in capsys.readouterr().out
+    assert train(tiny_run.model(), tmp_path, resume=True) == "compiled"
+    assert "compiled layers (the checkpoint was trained with fp8 layers)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", FRONT_ENDS)
+def test_fp8_is_refused_by_a_line_where_it_cannot_run(name, tmp_path):
+    with pytest.raises(ValueError, match=r"^fp8=True: fp8 products need a GPU, and .*; omit fp8$"):
+        FRONT_ENDS[name](tiny_run.model(), tmp_path, fp8=True)
+
+
 def test_layers_of_a_teacher_do_not_choose_those_of_the_student(counter):
     AcceleratorState._reset_state()
     accelerator = Accelerator(cpu=True)

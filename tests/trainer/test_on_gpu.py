@@ -18,7 +18,8 @@ from nopad.packing import PackedDataset
 from nopad.runtime import gather_rng_states, load_rng_states
 from nopad.trainer.loss import attach_loss
 from nopad.trainer.monitoring.packing_difference import measure_leak
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from nopad.trainer.with_hf import PackedTrainer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 pytestmark = pytest.mark.gpu
@@ -76,6 +77,46 @@ def test_a_mixed_precision_step_is_that_of_samples_one_by_one(attention, option,
     assert "leak check 0.0" in banner
     is_compiled = attention == "nopad" and option != "torch_compile"
     assert ("compiled layers" in banner) == is_compiled
+
+
+@pytest.mark.parametrize("tokens", [1, 37, 256])
+def test_a_product_in_fp8_is_that_of_values_that_were_cast(tokens):
+    from nopad.trainer.layers.fp8_product import Fp8Product, cast
+
+    torch.manual_seed(0)
+    x, d_out = torch.randn(tokens, 512, device="cuda"), torch.randn(tokens, 256, device="cuda")
+    weight = torch.randn(256, 512, device="cuda", requires_grad=True)
+    x = x.bfloat16().requires_grad_()
+    out = Fp8Product.apply(x, weight)
+    out.backward(d_out.bfloat16())
+    x8, d8 = (v.float() * s for v, s in (cast(x.detach(), True), cast(d_out.bfloat16(), True)))
+    values, scale = cast(weight.detach())
+    w8 = values.float() * scale
+    for found, expected in (out, x8 @ w8.T), (x.grad, d8 @ w8), (weight.grad, d8.T @ x8):
+        assert (found - expected).norm() < 0.01 * expected.norm()
+
+
+def losses(folder, **options) -> list[float]:
+    """Train 20 steps on a model whose larger products fp8 takes, and return their losses."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 2048, "intermediate_size": 4096}
+    heads = {"num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 4}
+    trained = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation="nopad"))
+    args = TrainingArguments(
+        str(folder), max_steps=20, bf16=True, logging_steps=1, learning_rate=3e-4, report_to=[],
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    data = PackedDataset([row["input_ids"] for row in tiny_run.samples(200)], budget=512, seed=3)
+    trainer = PackedTrainer(trained, args, train_dataset=data, **options)
+    trainer.train()
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def test_losses_in_fp8_are_those_in_bf16_but_for_rounding(tmp_path, capsys):
+    bf16, fp8 = losses(tmp_path), losses(tmp_path, fp8=True)
+    assert "compiled layers with fp8 products" in capsys.readouterr().out
+    assert bf16[0] - bf16[-1] > 0.5 and bf16 != fp8
+    assert max(abs(a - b) for a, b in zip(bf16, fp8, strict=True)) < 0.1
 
 
 def test_random_numbers_of_the_gpu_go_on_where_a_checkpoint_was_taken():

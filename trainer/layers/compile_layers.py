@@ -41,6 +41,7 @@ from ...attention.hf import (
 from .class_swap import SwappedLayers, added_forwards
 from .delta_rule import trace_as_operator
 from .experts import group_experts, quantized_experts
+from .fp8 import Fp8Linears
 
 log = logging.getLogger("nopad.trainer")
 
@@ -130,23 +131,26 @@ def _layers(model: nn.Module) -> nn.ModuleList:
 class CompiledForward:
     """A layer's forward, compiled: see `class_swap.Forward`."""
 
-    def __init__(self, options: dict[str, Any], falls_back: bool = False):
+    def __init__(self, options: dict[str, Any], falls_back: bool = False, fp8: bool = False):
         """Compile nothing yet.
 
         options: those of torch.compile; falls_back: run stock layers if the first compilation
-        fails, instead of raising.
+        fails, instead of raising; fp8: multiply in fp8.
         """
-        self._settings = options, falls_back
+        self._settings, self.fp8 = (options, falls_back, fp8), fp8
         self.failure = ""
         """How the compilation failed."""
         self._logged_group, self._works = False, False
         options = {"backend": recompute_backend, **options}
-        self._compiled = cache(lambda stock: torch.compile(_bind(stock), **options))
+        products = Fp8Linears() if fp8 else nullcontext()
+        self._compiled = cache(lambda stock: torch.compile(_bind(stock, products), **options))
 
     def __reduce__(self) -> tuple:
         return CompiledForward, self._settings
 
     def __call__(self, layer: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Any:
+        if self.fp8 and layer.training and _function_mode_active():
+            raise ValueError("fp8=True: batch_invariant needs the weights' precision; omit fp8")
         if not layer.training or self.failure or _runs_eagerly():
             return None
         x = args[0] if args else kwargs["hidden_states"]
@@ -181,17 +185,19 @@ class CompiledForward:
 
 def _runs_eagerly() -> bool:
     """Whether this forward needs stock layers: in an outer graph, or for what no graph returns."""
-    modes = torch.overrides._get_current_function_mode_stack()  # as in batch-invariant mode
-    return (
-        torch.compiler.is_compiling()
-        or wants_other_outputs()
-        or any(not isinstance(mode, DeviceContext) for mode in modes)
-    )
+    return torch.compiler.is_compiling() or wants_other_outputs() or _function_mode_active()
 
 
-def _bind(stock: Callable) -> Callable:
+def _function_mode_active() -> bool:
+    """Whether torch's functions are replaced, as in batch-invariant mode."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
+
+
+def _bind(stock: Callable, products: Any) -> Callable:
     def forward(*args: Any, **kwargs: Any) -> tuple[Any, list]:
-        return returning_router_logits(stock, *args, **kwargs)
+        with products:
+            return returning_router_logits(stock, *args, **kwargs)
 
     return forward
 

@@ -4,6 +4,8 @@
     "compiled"    compiled, or an error that says why not
     "stock"       the model's own
 
+Compiled layers may multiply in fp8.
+
 The choice depends on model, machine and settings, never on timings. Checkpoints hold it, and a
 resumed run keeps it: compiled layers round differently.
 """
@@ -31,8 +33,9 @@ from .compile_layers import (
     why_not_compiled,
 )
 from .experts import group_experts
+from .fp8 import why_not_fp8
 
-COMPILED, STOCK = "compiled", "stock"
+COMPILED, STOCK, FP8 = "compiled", "stock", "fp8"
 LAYERS = "auto", COMPILED, STOCK
 
 
@@ -44,8 +47,10 @@ class PreparedLayers:
 
     @property
     def way(self) -> str:
-        """Say what they are: "compiled" or "stock"."""
-        return STOCK if self._forward is None or self._forward.failure else COMPILED
+        """Say what they are: "compiled", "stock", or "fp8", which are compiled too."""
+        if self._forward is None or self._forward.failure:
+            return STOCK
+        return FP8 if self._forward.fp8 else COMPILED
 
     def describe(self) -> str:
         """Return a phrase for the banner.
@@ -55,7 +60,8 @@ class PreparedLayers:
         """
         failure = "" if self._forward is None else self._forward.failure
         note = f"torch.compile failed: {failure}" if failure else self._note
-        return f"{self.way} layers" + (f" ({note})" if note else "")
+        layers = f"{COMPILED} layers with fp8 products" if self.way == FP8 else f"{self.way} layers"
+        return layers + (f" ({note})" if note else "")
 
 
 def prepare_layers(
@@ -63,6 +69,7 @@ def prepare_layers(
     device: torch.device,
     layers: str = "auto",
     *,
+    fp8: bool = False,
     saved: str | None = None,
     obstacle: str = "",
     layout: Layout | None = None,
@@ -75,6 +82,7 @@ def prepare_layers(
         model: a causal LM of Transformers.
         device: the one on which it will train.
         layers: "auto", "compiled" or "stock".
+        fp8: multiply in fp8 while training.
         saved: what the checkpoint was trained with, for a run that is resumed.
         obstacle: why this trainer cannot compile them; "" if it can.
         layout: the ranks that share rows or weights.
@@ -83,18 +91,21 @@ def prepare_layers(
         raise ValueError(f"layers={layers!r}: use one of {', '.join(map(repr, LAYERS))}")
     swapped = SwappedLayers()
     if (forward := compiled_forward(model)) is not None:  # by an earlier call
-        if layers == STOCK:
-            raise ValueError(
-                "layers='stock', but the layers of this model are compiled already: call undo() of "
-                "the result of compile_layers, or of the earlier trainer's prepared_layers.swapped"
-            )
-        return PreparedLayers(swapped, choose(COMPILED, saved, "", device.type)[1], forward)
+        _refuse_others(forward.fp8, layers, fp8)
+        note = choose(COMPILED, saved, "", device.type, fp8)[1]
+        return PreparedLayers(swapped, note, forward)
     obstacle = obstacle or why_not_compiled(model) or _missing(model, device, layout or Layout())
     if layers == COMPILED and obstacle:
         raise ValueError(f"layers='compiled': {obstacle}; use layers='auto'")
-    way, note = choose(layers, saved, obstacle, device.type)
-    if way == COMPILED:
-        forward = CompiledForward(graph_options(model), falls_back=layers != COMPILED)
+    options = graph_options(model)
+    if fp8:
+        stock = "only compiled layers are faster in fp8" if layers == STOCK else ""
+        cut = "" if options["fullgraph"] else "modules that keep a state cut the graphs of its layers"
+        if reason := stock or obstacle or cut or why_not_fp8(model, device):
+            raise ValueError(f"fp8=True: {reason}; omit fp8")
+    way, note = choose(layers, saved, obstacle, device.type, fp8)
+    if way != STOCK:
+        forward = CompiledForward(options, falls_back=layers != COMPILED and not fp8, fp8=fp8)
         swapped = compile_with(forward, model, device)
         if device.type == "cuda":
             print_banner(["compiling layers: up to a minute for the first step, less once cached"])
@@ -103,7 +114,24 @@ def prepare_layers(
     return PreparedLayers(swapped, note, forward)
 
 
-def choose(layers: str, saved: str | None, obstacle: str, device: str) -> tuple[str, str]:
+def _refuse_others(has_fp8: bool, layers: str, fp8: bool) -> None:
+    """Raise if a run wants other layers than those that are compiled already."""
+    undo = "call undo() of the result of compile_layers, or of the earlier trainer's "
+    undo += "prepared_layers.swapped"
+    if layers == STOCK:
+        raise ValueError(
+            f"layers='stock', but the layers of this model are compiled already: {undo}"
+        )
+    if fp8 != has_fp8:
+        raise ValueError(
+            f"fp8={fp8}, but the layers of this model are compiled already with fp8={has_fp8}: "
+            f"{undo}"
+        )
+
+
+def choose(
+    layers: str, saved: str | None, obstacle: str, device: str, fp8: bool = False
+) -> tuple[str, str]:
     """Return the layers to train with, and a note on them.
 
     >>> choose("auto", None, "", "cuda"), choose("auto", None, "", "cpu")
@@ -113,8 +141,10 @@ def choose(layers: str, saved: str | None, obstacle: str, device: str) -> tuple[
     """
     way, notes = layers, []
     if layers == "auto":
-        way = STOCK if obstacle else saved or (COMPILED if device == "cuda" else STOCK)
+        compiles = device == "cuda" if saved is None else saved != STOCK
+        way = COMPILED if compiles and not obstacle else STOCK
         notes = [obstacle] if obstacle and device == "cuda" else []
+    way = FP8 if fp8 else way
     if saved not in (None, way):
         notes.append(f"the checkpoint was trained with {saved} layers")
     return way, "; ".join(notes)
@@ -125,8 +155,8 @@ def trained_layers(prepared: Iterable[PreparedLayers], saved: str | None) -> str
 
     saved: of the run that was loaded, if no model is prepared yet.
     """
-    ways = [layers.way for layers in prepared]
-    return (COMPILED if COMPILED in ways else STOCK) if ways else saved
+    ways = {layers.way for layers in prepared}
+    return next((way for way in (FP8, COMPILED, STOCK) if way in ways), saved)
 
 
 def _missing(model: Any, device: torch.device, layout: Layout) -> str:

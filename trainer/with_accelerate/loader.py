@@ -69,6 +69,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
         tokenizer: Any = None,
         seed: int | None = None,
         layers: str = "auto",
+        fp8: bool = False,
         check: bool = True,
         continue_on_nan: bool = False,
         sequence_parallel: int = 1,
@@ -90,6 +91,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
             seed: determines the order of plain data; default 0.
             layers: "compiled" (`compile_layers`), "stock", or "auto": compiled on a GPU where they
                 can be, and the banner says why not. A resumed run keeps those of its checkpoint.
+            fp8: run the large products of compiled layers in fp8 while training.
             check: before the first step, refuse runs that would train the prepared model wrongly.
             continue_on_nan: continue after a loss that is not finite, instead of raising
                 `NonFiniteError`; `save_state` saves nothing while weights are not finite.
@@ -107,9 +109,8 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
             **options,
         )
         self.gradient_state, self._sequence_parallel = GradientState(), sequence_parallel
-        self._layers, self._needs_check = layers, check
-        self.prepared_layers: dict[int, PreparedLayers] = {}
-        """The layers that train, by id of a prepared model."""
+        self._layers, self._fp8, self._needs_check = layers, fp8, check
+        self.prepared_layers: dict[int, PreparedLayers] = {}  # by id of a prepared model
         self.finite_check = FiniteCheck(continue_on_nan)
         self._guard_saves()
         _refuse_context_parallel(accelerator)
@@ -292,6 +293,7 @@ class PackedAccelerateLoader(PackedLoader, DataLoaderStateMixin):
                 model,
                 self.accelerator.device,
                 self._layers,
+                fp8=self._fp8,
                 saved=self.layers,
                 obstacle=sharding_obstacle(self.accelerator),
                 layout=self.layout,

@@ -111,6 +111,7 @@ class PackedTrainerMixin(IntactCheckpointMixin):
         z_loss: weight of the squared log-normalizer in the loss.
         layers: "compiled" (`compile_layers`), "stock", or "auto": compiled on a GPU where they can
             be, and the banner says why not. A resumed run keeps those of its checkpoint.
+        fp8: run the large products of compiled layers in fp8 while training.
         check: before the first step, refuse runs that would train wrongly.
         continue_on_nan: continue after a loss that is not finite, instead of raising
             `NonFiniteError`; weights that are not finite are not saved.
@@ -140,6 +141,7 @@ class PackedTrainerMixin(IntactCheckpointMixin):
         budget: int | None = None,
         z_loss: float = 0.0,
         layers: str = "auto",
+        fp8: bool = False,
         check: bool = True,
         continue_on_nan: bool = False,
         sequence_parallel: int = 1,
@@ -150,7 +152,7 @@ class PackedTrainerMixin(IntactCheckpointMixin):
         args = copy(args) if args is not None else TrainingArguments()
         self.packed_collator, self.packed_check = data_collator, check
         self._sequence_parallel = take_sequence_parallel(args, sequence_parallel)
-        self._layers = layers
+        self._layers, self._fp8 = layers, fp8
         self.finite_check = FiniteCheck(continue_on_nan)
         self._loss_options = {"z_loss": z_loss}
         self.train_dataset = self._init_trainer(model, args, train_dataset, budget, kwargs)
@@ -251,6 +253,7 @@ class PackedTrainerMixin(IntactCheckpointMixin):
                 model,
                 self.args.device,
                 self._layers,
+                fp8=self._fp8,
                 saved=self._loader.layers,
                 obstacle=obstacle,
                 layout=self.layout,

@@ -68,6 +68,7 @@ class PackedCallback(pl.Callback):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         layers: str = "auto",
+        fp8: bool = False,
         check: bool = True,
         continue_on_nan: bool = False,
     ):
@@ -79,11 +80,12 @@ class PackedCallback(pl.Callback):
             z_loss: weight of the squared log-normalizer in the loss.
             layers: "compiled" (`compile_layers`), "stock", or "auto": compiled on a GPU where they
                 can be, and the banner says why not. A resumed run keeps those of its checkpoint.
+            fp8: run the large products of compiled layers in fp8 while training.
             check: before the first step, refuse runs that would train wrongly.
             continue_on_nan: continue after a loss that is not finite, instead of raising
                 `NonFiniteError`; weights that are not finite are not saved.
         """
-        self.data, self.check, self._layers = data, check, layers
+        self.data, self.check, self._layers, self._fp8 = data, check, layers, fp8
         self.finite_check = FiniteCheck(continue_on_nan)
         self.options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
         self.meter = ThroughputMeter()
@@ -147,6 +149,7 @@ class PackedCallback(pl.Callback):
                     model,
                     trainer.strategy.root_device,
                     self._layers,
+                    fp8=self._fp8,
                     saved=self.data.layers,
                     obstacle=f"{kind} changes the weights of layers" if shards else "",
                     layout=self.data.layout(trainer),
