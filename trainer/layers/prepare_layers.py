@@ -100,7 +100,7 @@ def prepare_layers(
     options = graph_options(model)
     if fp8:
         stock = "only compiled layers are faster in fp8" if layers == STOCK else ""
-        cut = "" if options["fullgraph"] else "modules that keep a state cut the graphs of its layers"
+        cut = "" if options["fullgraph"] else "modules with a state cut the graphs of its layers"
         if reason := stock or obstacle or cut or why_not_fp8(model, device):
             raise ValueError(f"fp8=True: {reason}; omit fp8")
     way, note = choose(layers, saved, obstacle, device.type, fp8)
