@@ -1405,6 +1405,20 @@ FAULTS = {
         "trainer/loss/test_document_boundaries.py::test_packed_is_one_by_one[mamba2]",
         "nopad.trainer.loss.document_boundaries", "run_by_document = lambda *args, **kwargs: None",
     ),
+    "convolutions of compiled layers look back": (
+        "trainer/layers/test_compiled_states.py::test_convolutions_are_part_of_their_layer",
+        "nopad.trainer.loss.document_boundaries",
+        "convolve_by_document = lambda *args, **kwargs: None",
+    ),
+    "delta rules of compiled layers pass boundaries": (
+        "trainer/layers/test_compiled_states.py::test_a_delta_rule_is_an_operator_of_its_layer",
+        "nopad.trainer.loss.document_boundaries",
+        "right = convolve_by_document\n"
+        "def convolve_by_document(module, stock, *args, **kwargs):\n"
+        "    def without(module, *args, **kwargs):\n"
+        "        return stock(module, *args, **{**kwargs, 'cu_seq_lens_q': None})\n"
+        "    return right(module, without, *args, **kwargs)",
+    ),
     "a shard is complete before its files": (
         "packing/encoding/test_tokenization.py::"
         "test_a_truncated_shard_is_named_and_written_again",

@@ -91,9 +91,10 @@ def _grid_cell(run: dict[str, Any] | None) -> str:
 
 
 def models_table() -> str:
-    """An encoder and a model of images, packed beside the stock trainer on padded batches."""
+    """An encoder, a hybrid and a model of images, packed beside padded batches."""
     path, record = newest("models")
     shown = {
+        "qwen3.5-1b": "gated delta net of 1B (Qwen3.5), flash-linear-attention",
         "modernbert-base": "ModernBERT-base, masked LM",
         "qwen2.5-vl-3b lora": "Qwen2.5-VL-3B with images, LoRA",
     }
