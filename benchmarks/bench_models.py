@@ -326,7 +326,8 @@ def train_padded(
 
 def decode(bench: Bench, model: nn.Module) -> dict[str, Any]:
     """Time the decode steps of 64 requests, and what they have to read and write."""
-    count, prompt, new = (8, 16, 16) if bench.tiny else (64, 512, 256)
+    # Long prompts would take most of the time, and their time varies more than that of the steps.
+    count, prompt, most, fewest = (8, 12, 16, 4) if bench.tiny else (64, 12, 200, 8)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(5, model.config.vocab_size, prompt).tolist() for _ in range(count)]
     engine = Engine(model, max_num_seqs=count)
@@ -337,14 +338,13 @@ def decode(bench: Bench, model: nn.Module) -> dict[str, Any]:
         engine.generate(prompts, params)
         return time.perf_counter() - start
 
-    seconds(new)
-    # The prompts take most of the time, and their time varies more than that of the steps.
-    long, short = (min(seconds(tokens) for _ in range(4)) for tokens in (new, new // 4))
-    step = (long - short) / (new - new // 4)
+    seconds(most)
+    long, short = (min(seconds(tokens) for _ in range(4)) for tokens in (most, fewest))
+    step = (long - short) / (most - fewest)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     states = sum(state.bytes for state in stateful_parts(model).values())
     keys = 2 * sum(heads * (key + value) for heads, key, value in layer_shapes(model))
-    step_bytes = weights + count * (2 * states + keys * (prompt + new * 5 / 8))
+    step_bytes = weights + count * (2 * states + keys * (prompt + (most + fewest) / 2))
     row = {"tokens_per_second": count / step, "step_ms": 1e3 * step, "step_MB": step_bytes / 1e6}
     if not torch.cuda.is_available():
         return row
