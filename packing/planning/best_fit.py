@@ -100,7 +100,7 @@ def fit_window(sizes, deferrals, packed, capacity, flush, final):
     flush: whether only the emptiest pack is deferred; final: whether none is. Returns the segments
     of its packs, these in random order, the ends of the packs, and the segments to defer.
     """
-    n, arrived, held, packs, key = len(sizes), 0, 0, 0, np.uint64(0)
+    n, arrived, held, packs, key = len(sizes), 0, 0, np.int64(0), np.uint64(0)
     pack_of, segments = np.empty(n, np.int64), np.empty(n, np.int64)
     longest_sweep = max(SWEEP, 8 * capacity * n // sizes.sum())
     while arrived < n:
@@ -194,7 +194,7 @@ def _fit_sweep(size, arrivals, starts, shift, capacity, key, retry):
     retry: whether to try other orders of arrival if fewer packs could be possible.
     """
     n, tokens = len(arrivals), size.sum()
-    fewest = max(-(-tokens // capacity), (2 * size > capacity).sum())
+    fewest = max(-(-tokens // capacity), n - _up_to(size, starts, shift, capacity // 2))
     best = _make_packs(size, arrivals, starts, shift, capacity, key, WASTE, n * capacity)
     arrivals = arrivals.copy()
     tried = 0
