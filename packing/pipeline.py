@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .compiler_process import start_compiler
 from .encoding.document_filter import drop_bad_documents
 from .encoding.encoder import Encoder, encoded_settings
 from .encoding.report import SkippedRows
@@ -69,6 +70,8 @@ def build_packs(
     skipped: SkippedRows,
 ) -> PlannedPacks | StreamedPacks:
     """Plan the run if every length is known or cheap to find out, otherwise stream shards."""
+    if settings.packer["strategy"] == "best_fit":
+        start_compiler()  # now: text is encoded meanwhile, and a trainer compiles layers
     rows = [source for source in opened if isinstance(source, RowSource)]
     if not all(_pretokenizes(source, settings) for source in rows):
         return _streamed_packs(opened, encoder, settings)
@@ -80,9 +83,7 @@ def build_packs(
             arrays += token_cache.encode(source, encoder, errors, number, max_length)
         elif isinstance(source, RowSource):
             arrays.append(encode_source(source, encoder, errors, number, max_length))
-        elif manifests([source]):
-            arrays += source
-        elif errors is not None:
+        elif errors is not None and not manifests([source]):
             arrays += drop_bad_documents(source, errors, encoder.vocab_size)
         else:
             arrays += source
@@ -114,9 +115,8 @@ def _streamed_packs(
 def _pretokenizes(source: RowSource, settings: PackSettings) -> bool:
     if settings.pretokenize is not None:
         return settings.pretokenize
-    if isinstance(source, ListSource):
-        return True
-    return source.num_bytes is not None and source.num_bytes <= SMALL_BYTES
+    size = source.num_bytes
+    return isinstance(source, ListSource) or (size is not None and size <= SMALL_BYTES)
 
 
 def state_settings(packs: PlannedPacks | StreamedPacks, encoder: Encoder) -> dict:

@@ -18,10 +18,14 @@ from typing import Any
 from numba.core import event
 from tqdm import tqdm
 
+from .numba_jit import cache_folder, is_being_compiled
+
 SHOWN_AFTER = 2
 """Seconds after which a terminal shows the bar."""
 LINE_INTERVAL = 30
 """Seconds between two lines where there is no terminal."""
+LONGEST_WAIT = 60
+"""Seconds after which a process compiles what another one has not finished."""
 
 
 class TokenProgress:
@@ -74,26 +78,45 @@ class TokenProgress:
 
 @contextmanager
 def announce_compilation(dispatcher: Any, what: str) -> Iterator[None]:
-    """Print a line if numba compiles this function inside the block, which takes about 10 s."""
-    with event.install_listener("numba:compile", _Announcement(dispatcher, what)):
+    """Wait for a process that compiles this function, then run the block, which may compile it.
+
+    Prints a line before either, because it takes several seconds.
+    """
+    announcement = _Announcement(dispatcher, what)
+    # A function that is not compiled yet; with NUMBA_DISABLE_JIT it has no signatures at all.
+    if getattr(dispatcher, "signatures", None) == []:
+        _wait_for_compilation(dispatcher, announcement)
+    with event.install_listener("numba:compile", announcement):
         yield
+
+
+def _wait_for_compilation(dispatcher: Any, announcement: _Announcement) -> None:
+    deadline = time.monotonic() + LONGEST_WAIT
+    while is_being_compiled(dispatcher) and time.monotonic() < deadline:
+        announcement.announce()
+        time.sleep(0.05)
 
 
 class _Announcement(event.Listener):
     def __init__(self, dispatcher: Any, what: str):
-        self.dispatcher, self.what = dispatcher, what
+        self.dispatcher, self.what, self._printed = dispatcher, what, False
 
     def on_start(self, event: Any) -> None:
-        if event.data["dispatcher"] is not self.dispatcher:
-            return
-        folder = self.dispatcher.stats.cache_path
-        when = f"at the first start only; kept in {folder}"
-        if not folder:
-            when = "at every start: set NUMBA_CACHE_DIR to a persistent folder"
-        say(f"compiling {self.what} (about 10 s, {when})")
+        if event.data["dispatcher"] is self.dispatcher:
+            self.announce()
 
     def on_end(self, event: Any) -> None:
         pass
+
+    def announce(self) -> None:
+        """Print the line, once."""
+        if self._printed:
+            return
+        self._printed = True
+        when = "at every start: set NUMBA_CACHE_DIR to a persistent folder"
+        if folder := cache_folder(self.dispatcher):
+            when = f"at the first start only; kept in {folder}"
+        say(f"compiling {self.what} (about 10 s, {when})")
 
 
 def _is_first_process() -> bool:

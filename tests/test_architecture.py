@@ -71,8 +71,8 @@ ONLY_IN = {
 # Folders and files of a room, from the top down: each may import its own layer and those below.
 LAYERS = {
     "packing": [
-        {"dataset", "pipeline"}, {"readers"}, {"encoding"}, {"sources"}, {"settings"},
-        {"planning"}, {"state"}, {"ordering"}, {"pack"},
+        {"dataset", "pipeline"}, {"compiler_process"}, {"readers"}, {"encoding"}, {"sources"},
+        {"settings"}, {"planning"}, {"state"}, {"ordering"}, {"pack"},
         {"sample", "targets", "images", "document_starts", "token_ids", "numba_jit",
          "preparation_progress", "argument_checks"},
     ],

@@ -1103,6 +1103,17 @@ FAULTS = {
         "from contextlib import nullcontext\n"
         "announce_compilation = lambda *_: nullcontext()",
     ),
+    "every rank compiles the packer": (
+        "packing/test_compiler_process.py::test_ranks_and_workers_start_one_process",
+        "nopad.packing.compiler_process",
+        "from contextlib import nullcontext\n"
+        "cache_lock = lambda folder: nullcontext(0)",
+    ),
+    "the planner does not wait for the process that compiles it": (
+        "packing/test_compiler_process.py::"
+        "test_the_planner_waits_for_the_process_and_says_so_once",
+        "nopad.packing.preparation_progress", "is_being_compiled = lambda function: False",
+    ),
     "any id is in an unknown vocabulary": (
         "packing/encoding/test_hostile_documents.py::"
         "test_an_id_beyond_any_vocabulary_is_named_where_none_is_known",
