@@ -42,6 +42,7 @@ from .class_swap import SwappedLayers, added_forwards
 from .delta_rule import trace_as_operator
 from .experts import group_experts, quantized_experts
 from .fp8 import Fp8Linears
+from .inductor_startup import start_inductor, wait_for_inductor
 
 log = logging.getLogger("nopad.trainer")
 
@@ -76,6 +77,8 @@ def graph_options(model: nn.Module) -> dict[str, Any]:
 
 def compile_with(forward: CompiledForward, model: nn.Module, device: torch.device) -> SwappedLayers:
     """Give every decoder layer of a causal LM a compiled forward, and group its experts."""
+    if device.type == "cuda":
+        start_inductor(device.index or 0)
     install_router_hooks(model)
     compiled = SwappedLayers()
     group_experts(model, compiled, device)
@@ -143,7 +146,7 @@ class CompiledForward:
         self._logged_group, self._works = False, False
         options = {"backend": recompute_backend, **options}
         products = Fp8Linears() if fp8 else nullcontext()
-        self._compiled = cache(lambda stock: torch.compile(_bind(stock, products), **options))
+        self._compiled = cache(lambda stock: _compile(stock, products, options))
 
     def __reduce__(self) -> tuple:
         return CompiledForward, self._settings
@@ -192,6 +195,11 @@ def _function_mode_active() -> bool:
     """Whether torch's functions are replaced, as in batch-invariant mode."""
     modes = torch.overrides._get_current_function_mode_stack()
     return any(not isinstance(mode, DeviceContext) for mode in modes)
+
+
+def _compile(stock: Callable, products: Any, options: dict[str, Any]) -> Callable:
+    wait_for_inductor()
+    return torch.compile(_bind(stock, products), **options)
 
 
 def _bind(stock: Callable, products: Any) -> Callable:

@@ -108,7 +108,7 @@ def prepare_layers(
         forward = CompiledForward(options, falls_back=layers != COMPILED and not fp8, fp8=fp8)
         swapped = compile_with(forward, model, device)
         if device.type == "cuda":
-            print_banner(["compiling layers: up to a minute for the first step, less once cached"])
+            print_banner(["compiling layers: 10 to 30 s before the first step, less once cached"])
     elif layers != STOCK and device.type == "cuda":
         group_experts(model, swapped, device)
     return PreparedLayers(swapped, note, forward)
