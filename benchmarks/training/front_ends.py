@@ -42,6 +42,8 @@ class Run:
     """A torch.profiler.profile of the timed steps, or None."""
     first_step_s: float = 0.0
     """From the start of the training to the end of its first step."""
+    phases_s: dict[str, float] = field(default_factory=dict, init=False)
+    """Seconds of the HF Trainer before its first step, by what it did: see `Clock`."""
     _ended: int = 0
     _start: float = 0.0
     _created: float = field(default_factory=time.perf_counter)
@@ -57,11 +59,15 @@ class Run:
     def packs(self) -> list[Pack]:
         return list(islice(self.dataset(), self.steps * self.accumulation))
 
+    def phase_ended(self, name: str) -> None:
+        self.phases_s[name] = time.perf_counter() - self._created - sum(self.phases_s.values())
+
     def step_ended(self) -> None:
         self._ended += 1
         if self._ended == 1:
             _sync()
-            self.first_step_s = time.perf_counter() - self._created
+            self.phase_ended("first step")
+            self.first_step_s = sum(self.phases_s.values())
         if self._ended == self.warmup_steps:
             _sync()
             if torch.cuda.is_available():
@@ -86,6 +92,7 @@ class Run:
             "step_ms": 1e3 * self.seconds / self.timed_steps,
             "steps": self.timed_steps,
             "first_step_s": self.first_step_s,
+            "phases_s": self.phases_s,
             "losses": [round(loss, 4) for loss in self.losses],
         }
 
@@ -123,10 +130,16 @@ class FlatteningCollator:
 
 
 class Clock(TrainerCallback):
-    """Tells a run of the end of each step, and of the loss."""
+    """Tells a run of the end of each phase and step, and of the loss."""
 
     def __init__(self, run: Run):
         self.run = run
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.run.phase_ended("construction")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.run.phase_ended("start check")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.run.step_ended()

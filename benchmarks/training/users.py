@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -127,6 +128,7 @@ def _train_once(
         model = variant.prepare(model.to(variant.dtype)).train()
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        run._created = time.perf_counter()
         train(run, model)
         row = run.report()
     # fp32 gradients and two moments of what is trained, besides all weights
