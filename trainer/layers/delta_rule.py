@@ -35,7 +35,7 @@ def trace_as_operator(module: nn.Module) -> None:
 @cache
 def _substitute(function: Any, source: str) -> None:
     """Let graphs call the operator in place of a function that `source` defines."""
-    outside = torch.compiler.disable(function)
+    stateful: Any = torch.compiler.disable(function)
 
     @torch.compiler.substitute_in_graph(function, skip_signature_check=True)
     def rule(
@@ -52,10 +52,11 @@ def _substitute(function: Any, source: str) -> None:
         keeps_state = kwargs.get("initial_state") is not None or kwargs.get("output_final_state")
         if args or keeps_state:  # not a training
             kwargs |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cu_seqlens": cu_seqlens}
-            return outside(query, key, value, *args, g=g, beta=beta, **kwargs)
+            return stateful(query, key, value, *args, g=g, beta=beta, **kwargs)
         # Written so by the kernels before: flash-linear-attention would copy parts of a tensor.
-        inputs = (x.contiguous() for x in (query, key, value, g, beta))
-        return _gated_delta_rule(*inputs, cu_seqlens, use_qk_l2norm_in_kernel, source), None
+        q, k, v, decay, beta = (x.contiguous() for x in (query, key, value, g, beta))
+        normalize = use_qk_l2norm_in_kernel
+        return _gated_delta_rule(q, k, v, decay, beta, cu_seqlens, normalize, source), None
 
 
 @torch.library.custom_op("nopad::gated_delta_rule", mutates_args=())
@@ -70,7 +71,7 @@ def _gated_delta_rule(
     source: str,
 ) -> Tensor:
     """Run the function that the file `source` of Transformers has for it."""
-    return _run(q, k, v, decay, beta, cu_seqlens, normalize, source)
+    return _run([q, k, v, decay, beta], cu_seqlens, normalize, source)
 
 
 @_gated_delta_rule.register_fake
@@ -92,7 +93,7 @@ def _gated_delta_rule_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = [x.detach().requires_grad_() for x in (q, k, v, decay, beta)]
     with _autograd():
-        out = _run(*inputs, cu_seqlens, normalize, source)
+        out = _run(inputs, cu_seqlens, normalize, source)
         gradients = torch.autograd.grad(out, inputs, grad)
     dq, dk, dv, d_decay, d_beta = (gradient.contiguous() for gradient in gradients)
     return dq, dk, dv, d_decay, d_beta
@@ -117,16 +118,8 @@ def _backward(ctx: Any, grad: Tensor) -> Any:
 _gated_delta_rule.register_autograd(_backward, setup_context=_save)
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    cu_seqlens: Tensor | None,
-    normalize: bool,
-    source: str,
-) -> Tensor:
+def _run(inputs: list[Tensor], cu_seqlens: Tensor | None, normalize: bool, source: str) -> Tensor:
+    q, k, v, decay, beta = inputs
     options = {"use_qk_l2norm_in_kernel": normalize, "cu_seqlens": cu_seqlens}
     out, _ = getattr(sys.modules[source], RULE)(q, k, v, g=decay, beta=beta, **options)
     return out.contiguous()
