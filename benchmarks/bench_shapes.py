@@ -130,20 +130,22 @@ def measure(name: str, engine: str, tiny: bool) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
 
 
-def run_child(name: str, engine: str, tiny: bool) -> dict[str, Any]:
-    """Measure a shape in a new process."""
-    command = [sys.executable, __file__, "--child", name, "--engine", engine]
-    command += ["--tiny"] if tiny else []
+def run_child(*command: str, seconds: float = CHILD_SECONDS) -> dict[str, Any]:
+    """Run a script in a new process; return what it wrote to the file of its option --out."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "row.json"
+        command = (sys.executable, *command, "--out", str(file))
         try:
-            subprocess.run([*command, "--out", str(file)], check=True, timeout=CHILD_SECONDS)
+            subprocess.run(command, check=True, timeout=seconds)
         except subprocess.TimeoutExpired:
-            return {"error": f"not done after {CHILD_SECONDS} s"}
-        except subprocess.CalledProcessError as error:
-            if not file.exists():  # a row that is there is whole: only the exit failed
-                return {"error": f"the process ended with {error.returncode}"}
-        return json.loads(file.read_text())
+            error = f"not done after {seconds:.0f} s"
+        except subprocess.CalledProcessError as failure:
+            error = f"the process ended with {failure.returncode}"
+        else:
+            return json.loads(file.read_text())
+        print(error, flush=True)
+        # What is there was measured before the process failed.
+        return json.loads(file.read_text()) if file.exists() else {"error": error}
 
 
 def line_of(name: str, rows: dict[str, Any]) -> str:
@@ -188,10 +190,12 @@ def main() -> None:
     for file, who in ((args.vllm, "vllm"), (args.out, args.engine)):
         for row in map(json.loads, file.read_text().splitlines() if file and file.exists() else ()):
             found.setdefault(row.pop("shape"), {})[who] = row
+    flags = ["--tiny"] if args.tiny else []
     for name in args.only.split(","):
         rows = found.setdefault(name, {})
         if "seconds" not in rows.get(args.engine, {}) and time.monotonic() < deadline:
-            rows[args.engine] = row = run_child(name, args.engine, args.tiny)
+            command = [__file__, "--child", name, "--engine", args.engine, *flags]
+            rows[args.engine] = row = run_child(*command)
             if args.out is not None:
                 with args.out.open("a") as file:
                     file.write(json.dumps({"shape": name, **row}) + "\n")
