@@ -5,7 +5,7 @@
 A state has to start at zero in every document. Kernels that read the boundaries do this
 (flash-linear-attention, mamba-ssm, causal-conv1d); the torch code of Transformers does not. So a
 probe looks for the modules through which tokens of one document reach another. Where these are
-convolutions, they are summed within documents, in one call; other modules run document by
+convolutions, zeros between the documents suffice, in one call; other modules run document by
 document.
 """
 
@@ -140,6 +140,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return list(max(sizes, key=lambda pair: pair[0], default=(0, ()))[1])
 
 
+@torch.compiler.disable  # a graph would hold for these lengths only
 def run_by_document(module: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a module on each document of a row, and concatenate; None without boundaries.
 
@@ -173,13 +174,13 @@ def convolve_by_document(module: nn.Module, stock: Any, *args: Any, **kwargs: An
 
 
 class _DocumentConvolutions(TorchFunctionMode):
-    """Let every causal convolution of single channels over a row see no other document."""
+    """Let every causal convolution over a row start at zero in each document."""
 
     def __init__(self, cu_seqlens: Tensor, tokens: int):
         super().__init__()
-        row = torch.arange(tokens, device=cu_seqlens.device)
-        starts = cu_seqlens[torch.searchsorted(cu_seqlens, row, right=True) - 1]
-        self.positions = row - starts
+        self.row = torch.arange(tokens, device=cu_seqlens.device)
+        self.number = torch.searchsorted(cu_seqlens, self.row, right=True)
+        self.cu_seqlens = cu_seqlens
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -187,29 +188,34 @@ class _DocumentConvolutions(TorchFunctionMode):
         kwargs = kwargs or {}
         bound = dict(zip(_CONV1D, args, strict=False)) | kwargs
         x, weight = bound.get("input"), bound.get("weight")
-        if (
-            func is not torch.conv1d
-            or x is None
-            or weight is None
-            or x.shape[-1] != len(self.positions)
-        ):
+        if func is not torch.conv1d or x is None or weight is None or x.shape[-1] != len(self.row):
             return func(*args, **kwargs)
-        gap, device = weight.shape[-1] - 1, x.device.type
-        if bound.get("padding") not in (gap, (gap,)) or bound.get("groups") != x.shape[1]:
+        gap = weight.shape[-1] - 1
+        if bound.get("padding") not in (gap, (gap,)):
             return func(*args, **kwargs)
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
+        is_plain = all(bound.get(name, 1) in (1, (1,)) for name in ("stride", "dilation"))
+        if is_plain and weight.shape[:2] == (x.shape[1], 1) and torch.compiler.is_compiling():
+            return nn.functional.pad(self._sum_taps(x, weight, bound.get("bias")), (0, gap))
+        # Uncompiled, a copy with zeros between the documents is faster.
+        places = self.row + self.number * gap
+        spread = x.new_zeros(*x.shape[:-1], len(self.row) + (len(self.cu_seqlens) + 1) * gap)
+        spread[..., places] = x
+        out = func(**{**bound, "input": spread})
+        return nn.functional.pad(out[..., places], (0, gap))
+
+    def _sum_taps(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        is_autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if is_autocast else x.dtype
+        positions = self.row - self.cu_seqlens[self.number - 1]
         # Tokens first, as in the tensors around it: the products of its gradients are faster.
-        out = _DocumentConvolution.apply(x.transpose(1, 2), weight[:, 0], self.positions)
-        if (bias := bound.get("bias")) is not None:
-            out = out + bias
-        return nn.functional.pad(out.to(dtype).transpose(1, 2), (0, gap))
+        out = _DocumentConvolution.apply(x.transpose(1, 2), weight[:, 0], positions)
+        return (out if bias is None else out + bias).to(dtype).transpose(1, 2)
 
 
 class _DocumentConvolution(torch.autograd.Function):
     """y[t, c] = sum over j of weight[c, -1 - j] x[t - j, c], if t - j is in the document of t.
 
-    torch.compile makes one kernel of it; those of libraries would need gaps between documents.
+    torch.compile makes one kernel of it.
     """
 
     @staticmethod

@@ -278,7 +278,8 @@ def check_supported_layer(layer: Any) -> None:
     assert family in _FAMILIES, f"layers of {family}"
     for module, suffix in ((layer, "DecoderLayer"), (attn, "Attention"), (mlp, "MLP")):
         cls = type(module)
-        assert cls.__name__ == family + suffix and cls.__module__.startswith("transformers.")
+        is_stock = cls.__name__ == family + suffix and cls.__module__.startswith("transformers.")
+        assert is_stock, f"a class of its own, {cls.__module__}.{cls.__name__}"
     names = {name for name, _ in attn.named_children()}
     supported = (_ATTENTION_CHILDREN, _ATTENTION_CHILDREN | _QK_NORMS)
     assert names in supported, f"attention of {sorted(names)}"

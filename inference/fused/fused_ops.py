@@ -137,23 +137,23 @@ def _tiers(model: Any, max_num_seqs: int, states_like: StatePool | None) -> list
     from .fused_decoder import FusedDecoder, check_supported  # needs Triton
 
     by_hand = norms, gated_mlps, rotary, stacked, residual_adds
+    stock = _Tier("stock layers", by_hand, residual_adds)
     try:
         check_supported(model)
-    except Exception as error:
-        reason = f"compiled layers ({error})"
-        return [_Tier(reason, parts, compiled), _Tier("stock layers", by_hand, residual_adds)]
+    except (AssertionError, AttributeError) as error:
+        return [_Tier(f"compiled layers ({error})", parts, compiled), stock]
     weights = max(sum(p.numel() for p in layer.parameters()) for layer in model.model.layers)
     size = f"{weights / 1e6:.0f} M weights per layer"
     decoder, is_fused = FusedDecoder(stacked), partial(is_fused_step, weights)
     fused = _Tier(f"hand-fused layers ({size})", (*by_hand, decoder), decoder)
     if all(map(is_fused, _step_sizes(max_num_seqs))):
-        return [fused, _Tier("compiled layers", parts, compiled)]
+        return [fused, _Tier("compiled layers", parts, compiled), stock]
     mixed = _Tier(
         f"hand-fused layers in small steps, compiled ones in others ({size})",
         (*parts, FusedDecoder(stacked, is_fused)),
         compiled,
     )
-    return [mixed, fused]
+    return [mixed, fused, stock]
 
 
 def _step_sizes(max_num_seqs: int) -> list[int]:

@@ -1,8 +1,8 @@
 """`StackedWeights`: copies of weights that multiply the same input, so that one product does.
 
 Alone, the products of Q, K and V, or of the gates of a delta rule, are too small to fill a device.
-The copies take a few percent of the model's memory and are refreshed at every call of the engine;
-parameters are untouched.
+The copies take memory beside the model's weights, from a few percent of them to a sixth in a hybrid
+with delta rules, and are refreshed at every call of the engine; parameters are untouched.
 
     x ─▶ [ Wq ; Wk ; Wv ] ─▶ q | k | v      q_proj computes all; k_proj and v_proj return theirs
 """

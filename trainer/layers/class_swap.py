@@ -31,6 +31,13 @@ def add_forward(cls: type, forward: Forward) -> type:
     return _subclass(stock, stock.forward, *added_forwards(cls), forward)
 
 
+def remove_forwards(cls: type, forwards: list[Forward]) -> type:
+    """Return the class without some of its added forwards; the stock class without any."""
+    stock: Any = getattr(cls, STOCK_CLASS)
+    kept = [forward for forward in added_forwards(cls) if forward not in forwards]
+    return _subclass(stock, stock.forward, *kept) if kept else stock
+
+
 def added_forwards(cls: type) -> tuple[Forward, ...]:
     """Return the forwards that were added to a class; none for a stock class."""
     return getattr(cls, FORWARDS, ())
@@ -72,27 +79,28 @@ class SwappedLayers:
     def __init__(self) -> None:
         self.names: list[str] = []
         """Their classes."""
-        self._swaps: dict[int, tuple[nn.Module, type, type]] = {}
-        """By id: each module, the class it had before and its class now."""
+        self._swaps: dict[int, tuple[nn.Module, list[Forward]]] = {}
+        """By id: each module, and the forwards that were added."""
 
     def undo(self) -> None:
-        """Restore the class of every module; call it before another wrapper changes the module."""
-        for module, _, swapped in self._swaps.values():
-            if type(module) is not swapped:
+        """Take these forwards away again; call it before another wrapper changes the modules.
+
+        Forwards that were added by others, before or after, stay.
+        """
+        for module, _ in self._swaps.values():
+            if FORWARDS not in vars(type(module)):
                 raise ValueError(
-                    f"the class of a {swapped.__name__} is now {type(module)}, which nopad did not "
-                    "give it: undo before fully_shard, or remove that wrapper first"
+                    f"the class of a module is now {type(module)}, which nopad did not give it: "
+                    "undo before fully_shard, or remove that wrapper first"
                 )
-        for module, before, _ in self._swaps.values():
-            module.__class__ = before
+        for module, forwards in self._swaps.values():
+            module.__class__ = remove_forwards(type(module), forwards)
         self._swaps, self.names = {}, []
 
     def swap(self, module: nn.Module, forward: Forward) -> None:
         """Give a module the subclass of its class that tries a forward first."""
-        swapped = add_forward(type(module), forward)
-        _, before, _ = self._swaps.get(id(module), (None, type(module), None))
-        self._swaps[id(module)] = module, before, swapped
-        module.__class__ = swapped
+        module.__class__ = add_forward(type(module), forward)
+        self._swaps.setdefault(id(module), (module, []))[1].append(forward)
 
     def add_name(self, name: str) -> None:
         if name not in self.names:

@@ -71,7 +71,10 @@ def compile_layers(model: nn.Module, **options: Any) -> SwappedLayers:
 
 def graph_options(model: nn.Module) -> dict[str, Any]:
     """Return the options of torch.compile for a model: modules outside cut the graph."""
-    is_cut = any(map(_runs_uncompiled, _layers(model).modules()))
+    is_cut = any(
+        run_by_document in added_forwards(type(module)) or _calls_library(module)
+        for module in _layers(model).modules()
+    )
     return {"fullgraph": False, "dynamic": True} if is_cut else {"fullgraph": True}
 
 
@@ -83,7 +86,7 @@ def compile_with(forward: CompiledForward, model: nn.Module, device: torch.devic
     compiled = SwappedLayers()
     group_experts(model, compiled, device)
     for module in _layers(model).modules():
-        if _runs_uncompiled(module):
+        if _calls_library(module):
             compiled.swap(module, run_uncompiled)
         elif convolve_by_document in added_forwards(type(module)):
             trace_as_operator(module)
@@ -103,11 +106,11 @@ def why_not_compiled(model: nn.Module) -> str:
     return ""
 
 
-def _runs_uncompiled(module: nn.Module) -> bool:
-    """Whether a module runs document by document, or its convolution is a kernel's of a library."""
-    added = added_forwards(type(module))
+def _calls_library(module: nn.Module) -> bool:
+    """Whether the states of a module are reset by kernels of a library, which are not traced."""
+    resets = {run_by_document, convolve_by_document}
     convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
-    return run_by_document in added or (convolves and convolve_by_document not in added)
+    return convolves and resets.isdisjoint(added_forwards(type(module)))
 
 
 @torch.compiler.disable

@@ -42,7 +42,6 @@ def _substitute(function: Any, source: str) -> None:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *args: Any,
         g: Tensor,
         beta: Tensor,
         use_qk_l2norm_in_kernel: bool = False,
@@ -50,9 +49,9 @@ def _substitute(function: Any, source: str) -> None:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         keeps_state = kwargs.get("initial_state") is not None or kwargs.get("output_final_state")
-        if args or keeps_state:  # not a training
+        if keeps_state:  # in generation
             kwargs |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cu_seqlens": cu_seqlens}
-            return stateful(query, key, value, *args, g=g, beta=beta, **kwargs)
+            return stateful(query, key, value, g=g, beta=beta, **kwargs)
         # Written so by the kernels before: flash-linear-attention would copy parts of a tensor.
         q, k, v, decay, beta = (x.contiguous() for x in (query, key, value, g, beta))
         normalize = use_qk_l2norm_in_kernel

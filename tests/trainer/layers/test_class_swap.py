@@ -73,3 +73,13 @@ def test_undo_leaves_what_something_else_has_wrapped_since():
     swapped.undo()
     swapped.undo()
     assert [type(module) for module in model] == [Scaled, Scaled]
+
+
+def test_undo_keeps_forwards_that_others_added_later():
+    model, first = swapped_model()
+    second = SwappedLayers()
+    second.swap(model[0], lambda module, fallback, x: fallback(module, x) + 1)
+    first.undo()
+    assert torch.equal(model(torch.ones(3)), 3 * torch.full((3,), 2.0))
+    second.undo()
+    assert [type(module) for module in model] == [Scaled, Scaled]

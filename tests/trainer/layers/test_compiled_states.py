@@ -74,14 +74,19 @@ def pack(documents: list[list[int]]) -> dict[str, Any]:
     }
 
 
-def compiled_like_one_by_one(kind: str) -> CompileCounterWithBackend:
-    """Train a step with compiled layers and compare it; return the counter of graphs."""
+def compiled_like_one_by_one(kind: str, again: bool = False) -> CompileCounterWithBackend:
+    """Train a step with compiled layers and compare it; return the counter of graphs.
+
+    again: attach the loss once more, as a second trainer does.
+    """
     model = hybrid(kind)
     alone = deepcopy(model)
     alone.set_attn_implementation("eager")
     counter = CompileCounterWithBackend(aot_eager)
     attach_loss(model)
     compile_layers(model, backend=counter)
+    if again:
+        attach_loss(model)
     model(**pack(DOCUMENTS)).loss.backward()
     labels = sum(len(ids) - 1 for ids in DOCUMENTS)
     for ids in map(torch.tensor, DOCUMENTS):
@@ -114,6 +119,38 @@ def test_convolutions_are_part_of_their_layer():
 )  # fmt: skip
 def test_modules_that_run_document_by_document_are_outside_of_graphs(kind):
     compiled_like_one_by_one(kind)
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "bamba"])
+def test_another_trainer_of_a_compiled_hybrid_resets_states_too(kind):
+    compiled_like_one_by_one(kind, again=True)
+
+
+def test_a_compiled_hybrid_gets_its_classes_back():
+    model = hybrid("bamba")
+    before = [type(module) for module in model.modules()]
+    loss = attach_loss(model)
+    compiled = compile_layers(model, backend="eager")
+    loss.detach()
+    compiled.undo()
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_a_delta_rule_under_autocast_and_checkpointing_rounds_as_without_a_graph(
+    delta_rule_of_documents,
+):
+    gradients = []
+    for compiles in (False, True):
+        model = hybrid("qwen3_5_text")
+        model.gradient_checkpointing_enable()
+        attach_loss(model)
+        if compiles:
+            compile_layers(model, backend=aot_eager)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**pack(DOCUMENTS)).loss
+        loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert (gradients[0] - gradients[1]).norm() < 0.03 * gradients[0].norm()
 
 
 def test_a_delta_rule_that_continues_a_state_is_no_operator(delta_rule_of_documents):
