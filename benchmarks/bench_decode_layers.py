@@ -1,15 +1,10 @@
-"""Decode steps and prefill with hand-fused, compiled and mixed layers, per model shape.
+"""Decode steps and prefill with hand-fused and with compiled layers, per model shape.
 
     python benchmarks/bench_decode_layers.py --record FILE      # on a GPU: the shapes FILE lacks
     TRITON_INTERPRET=1 python benchmarks/bench_decode_layers.py --tiny      # on a CPU
 
-Its purpose is to fill the rule `is_fused_step` in inference/fused/fused_ops.py. `_FUSED_WEIGHTS` is
-above the weights per layer of the shapes whose hand-fused layers are the fastest at all row counts.
-`_FUSED_TOKENS` is the largest row count at which they are the fastest in larger shapes. Compared:
-
-    hand-fused   hand-fused layers for every step
-    compiled     compiled layers, with stacked projections and gated products, for every step
-    mixed        hand-fused layers for steps of up to `_FUSED_TOKENS` tokens, compiled for others
+    hand-fused   hand-fused layers, which the engine has for these shapes
+    compiled     compiled layers, with stacked projections and gated products, as for all others
 
 Step: the difference of two lengths of `Engine.generate` per step between them, each the least of
 three calls, with the prompts in the prefix cache. Prefill: 32 prompts of 1,024 tokens with one new
@@ -32,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 import nopad.inference.executor as executor
+import nopad.inference.fused.fused_decoder as fused_decoder
 import nopad.inference.fused.fused_ops as fused_ops
 import numpy as np
 import shapes
@@ -52,12 +48,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-1b": ("llama", shapes.LLAMA_1B),
     "qwen3-0.6b": ("qwen3", shapes.QWEN3_06B),
 }
-RULES: dict[str, dict[str, Any]] = {
-    "hand-fused": {"is_fused_step": lambda *_: True},
-    "compiled": {"is_fused_step": lambda *_: False},
-    "mixed": {"_FUSED_WEIGHTS": 0},
-}
-"""Replacements for names in fused_ops."""
+HAND_FUSED, COMPILED = LAYERS = "hand-fused", "compiled"
 REPEATS = 3
 
 
@@ -93,8 +84,8 @@ class Bench:
             found[f"prefill of {size}"] = 1e3 * seconds(work, size) * size / num_tokens
         return found
 
-    def measure(self, rule: str) -> dict[str, float]:
-        """Return the times of the engine with the layers that the rule chooses."""
+    def measure(self, layers: str) -> dict[str, float]:
+        """Return the times of the engine with these layers."""
         memory = 40 << 30 if self.on_gpu else 1 << 26
         engine = Engine(self.model, memory=memory, max_num_seqs=max(self.rows))
 
@@ -111,8 +102,7 @@ class Bench:
         try:
             first_call = seconds(Workload(self.prompts[:1], [8]), calls=1)
             ops = {op.__name__ for op in engine._executor.fused_ops._ops}
-            compiled = {"stacked projections", "gated_products", "compiled layers"} <= ops
-            assert "captured steps" in ops and compiled == (rule != "hand-fused"), f"runs {ops}"
+            assert {HAND_FUSED: "captured steps", COMPILED: "compiled layers"}[layers] in ops, ops
             seconds(Workload(self.prompts, [1] * len(self.prompts)), calls=1)
             return {"first call": 1e3 * first_call, **self.milliseconds(seconds)}
         finally:
@@ -120,22 +110,23 @@ class Bench:
 
 
 def measure(name: str, tiny: bool, file: Path) -> None:
-    """Write the milliseconds of a shape to the file, again after every rule."""
+    """Write the milliseconds of a shape to the file, again after each kind of layers."""
     bench, errors = Bench(name, tiny), {}
     weights = max(sum(p.numel() for p in layer.parameters()) for layer in bench.model.model.layers)
     rates = ceilings() if bench.on_gpu else (float("inf"), float("inf"))
     times = {"floor": bench.milliseconds(lambda work, _: floor_seconds(bench.model, work, *rates))}
-    for rule, changes in RULES.items():
+    for layers in LAYERS:
         gc.collect()
         torch._dynamo.reset()
         if bench.on_gpu:
             torch.cuda.empty_cache()
         try:
-            with mock.patch.multiple(fused_ops, **changes):
-                times[rule] = bench.measure(rule)
+            families = fused_decoder._FAMILIES if layers == HAND_FUSED else ()
+            with mock.patch.object(fused_decoder, "_FAMILIES", families):
+                times[layers] = bench.measure(layers)
         except Exception as error:
             traceback.print_exc(limit=-3)
-            errors[rule] = f"{type(error).__name__}: {str(error)[:300]}"
+            errors[layers] = f"{type(error).__name__}: {str(error)[:300]}"
         write_record({"layer_weights": weights, "ms": times, "errors": errors}, file)
 
 
@@ -175,12 +166,12 @@ def main() -> None:
         measure(args.child, args.tiny, args.out)
         return
     deadline = time.monotonic() + args.seconds
-    record = {**header("decode_layers"), "fused_tokens": fused_ops._FUSED_TOKENS, "shapes": {}}
+    record = {**header("decode_layers"), "shapes": {}}
     if args.record is not None and args.record.exists():
         record = json.loads(args.record.read_text())
     found, flags = record["shapes"], ["--tiny"] if args.tiny else []
     for name in args.only.split(","):
-        if not {*found.get(name, {}).get("ms", ())} >= {*RULES} and time.monotonic() < deadline:
+        if not {*found.get(name, {}).get("ms", ())} >= {*LAYERS} and time.monotonic() < deadline:
             found[name] = run_child(__file__, "--child", name, *flags, seconds=CHILD_SECONDS)
         write_record(record, args.record)
         print_table(name, found.get(name, {"error": "not measured"}))

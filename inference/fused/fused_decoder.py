@@ -60,13 +60,8 @@ class FusedDecoder:
 
     __name__ = "captured steps"
 
-    def __init__(self, stacked: StackedWeights, computes: Callable[[int], bool] | None = None):
-        """Compute steps inside graphs, and large ones.
-
-        computes: whether a step of so many tokens is computed here; None: any.
-        """
+    def __init__(self, stacked: StackedWeights):
         self._stacked = stacked
-        self._computes = computes
         self._supported = False
         self._pending: tuple[Tensor, Tensor] | None = None
         """A residual and the partial sums that the next norm adds to it."""
@@ -107,10 +102,8 @@ class FusedDecoder:
         varlen = self._varlen()
         if not self._supported or varlen is None or varlen.pages is None:
             return None
-        num_tokens = len(varlen.pages.kv_slots)
-        if not is_capturing() and num_tokens <= MIXED_TOKENS[-1]:
-            return None
-        return varlen.pages if self._computes is None or self._computes(num_tokens) else None
+        is_large = len(varlen.pages.kv_slots) > MIXED_TOKENS[-1]
+        return varlen.pages if is_capturing() or is_large else None
 
     def _varlen(self) -> Varlen | None:
         return current_varlen(self._owner) if self._step is None else self._step

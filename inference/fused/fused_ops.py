@@ -1,9 +1,8 @@
 """Choose, verify and apply fused replacements of a model's operations while the engine has it.
 
-    hand-fused   layers of known families: the fastest for small weights and few tokens
-    compiled     layers of any model, with products of our own where they fit
+    hand-fused   layers of known families
+    compiled     layers of any other model, with products of our own where they fit
 
-Which layers compute a step depends on its tokens and on the sizes of the model (`is_fused_step`).
 Nothing is assumed about a model beyond what its modules look like, so every replacement is
 verified: the model runs with and without it, and one that changes the logits is not used.
 Afterwards the modules are as they were.
@@ -16,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -37,11 +35,6 @@ from .stacked_weights import StackedWeights
 from .state_kernels import StateKernels
 
 log = logging.getLogger("nopad.inference")
-
-_FUSED_WEIGHTS = 1 << 62
-_FUSED_TOKENS = 64
-"""Hand-fused layers compute every step of a model with fewer weights per layer than the first, and
-steps of up to so many tokens of any other. To be measured: today they compute every step."""
 
 _enabled: ContextVar[bool] = ContextVar("nopad_fused_ops", default=True)
 
@@ -72,14 +65,6 @@ class FusedOp(Protocol):
     def __call__(self, modules: Sequence[nn.Module], patches: Patches, /) -> None: ...
 
 
-def is_fused_step(layer_weights: int, num_tokens: int) -> bool:
-    """Return whether hand-fused layers compute a step, where they fit a model, or compiled ones.
-
-    layer_weights: parameters of the largest decoder layer.
-    """
-    return layer_weights < _FUSED_WEIGHTS or num_tokens <= _FUSED_TOKENS
-
-
 @dataclass(frozen=True, slots=True)
 class _Tier:
     """Replacements in the order in which they are verified, each together with those before it."""
@@ -105,7 +90,7 @@ def verified_ops(
     """
     if not fused_ops_enabled():
         return []
-    tiers = _tiers(model, max_num_seqs, states_like)
+    tiers = _tiers(model, states_like)
     kind, verified = "stock layers", list[FusedOp]()
     compilation: AbstractContextManager[None] = nullcontext()
     if states_like is None:
@@ -125,7 +110,7 @@ def verified_ops(
     return verified
 
 
-def _tiers(model: Any, max_num_seqs: int, states_like: StatePool | None) -> list[_Tier]:
+def _tiers(model: Any, states_like: StatePool | None) -> list[_Tier]:
     """Return the tiers to try, the preferred one first."""
     stacked = StackedWeights()
     if states_like is not None:
@@ -142,23 +127,9 @@ def _tiers(model: Any, max_num_seqs: int, states_like: StatePool | None) -> list
         check_supported(model)
     except (AssertionError, AttributeError) as error:
         return [_Tier(f"compiled layers ({error})", parts, compiled), stock]
-    weights = max(sum(p.numel() for p in layer.parameters()) for layer in model.model.layers)
-    size = f"{weights / 1e6:.0f} M weights per layer"
-    decoder, is_fused = FusedDecoder(stacked), partial(is_fused_step, weights)
-    fused = _Tier(f"hand-fused layers ({size})", (*by_hand, decoder), decoder)
-    if all(map(is_fused, _step_sizes(max_num_seqs))):
-        return [fused, _Tier("compiled layers", parts, compiled), stock]
-    mixed = _Tier(
-        f"hand-fused layers in small steps, compiled ones in others ({size})",
-        (*parts, FusedDecoder(stacked, is_fused)),
-        compiled,
-    )
-    return [mixed, fused, stock]
-
-
-def _step_sizes(max_num_seqs: int) -> list[int]:
-    """Return the tokens of all captured steps, and of the smallest step too large for a graph."""
-    return [*capture_sizes(max_num_seqs), *MIXED_TOKENS, MIXED_TOKENS[-1] + 1]
+    decoder = FusedDecoder(stacked)
+    fused = _Tier("hand-fused layers", (*by_hand, decoder), decoder)
+    return [fused, _Tier("compiled layers", parts, compiled), stock]
 
 
 class FusedOps:

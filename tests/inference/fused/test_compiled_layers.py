@@ -12,12 +12,10 @@ import torch
 from nopad.attention import PagedCache, layer_shapes
 from nopad.attention.hf import StatePool, stateful_parts
 from nopad.cli.tiny_model import randomize_weights, tiny_config
-from nopad.inference.execution.capture import capture_mode
 from nopad.inference.fused import fused_ops
 from nopad.inference.fused.compiled_layers import CompiledLayers
 from nopad.inference.fused.gated_products import gated_products
 from nopad.inference.fused.state_kernels import CONV, DELTA_RULE
-from nopad.inference.live_model.borrow import borrow_model
 from nopad.inference.live_model.patches import Patches
 from torch import nn
 from torch._dynamo.utils import counters
@@ -147,40 +145,3 @@ def test_layers_that_are_not_fused_by_hand_are_compiled_and_the_log_says_why(mon
     monkeypatch.setattr(torch, "compile", no_compiler)
     assert "rotary" in verified_names(build("gemma3_text", 2))
     assert "stock layers" in caplog.text
-
-
-def test_steps_of_few_tokens_are_fused_by_hand_and_others_compiled(monkeypatch, caplog):
-    """Only in graphs, and in steps too large for one; a layer gives the same either way."""
-    caplog.set_level(logging.INFO)
-    model, shapes = build("llama", 2), []
-    compile_eagerly(monkeypatch)
-    monkeypatch.setattr(fused_ops, "is_fused_step", lambda weights, tokens: tokens <= 2)
-    *parts, compiled, decoder = verified(model)
-    names = [op.__name__ for op in (*parts, compiled, decoder)]
-    assert names == ["stacked projections", "gated_products", "compiled layers", "captured steps"]
-    assert "hand-fused layers in small steps, compiled ones in others" in caplog.text
-    cache = PagedCache(3, 16, layer_shapes(model), torch.float32, "cpu")
-    fused, compile_layer = [], []
-    monkeypatch.setattr(decoder, "_attend", spy(decoder._attend, fused))
-    monkeypatch.setattr(compiled, "_compiled", spy(compiled._compiled, compile_layer))
-    for rows, captured in ((2, True), (3, True), (2, False)):
-        spans = [range(1)] * rows
-        with borrow_model(model):
-            expected = fused_ops._run_step(model, cache, spans)
-            ops = fused_ops.apply_ops(list(model.modules()), [*parts, compiled, decoder])
-            with ops, capture_mode(captured):
-                logits = fused_ops._run_step(model, cache, spans)
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-        shapes.append((len(fused), len(compile_layer)))
-    assert shapes == [(2, 0), (2, 2), (2, 4)]
-
-
-def spy(function: Any, calls: list) -> Any:
-    return lambda *args: calls.append(args) or function(*args)
-
-
-def test_large_layers_are_fused_by_hand_where_nothing_compiles(monkeypatch):
-    monkeypatch.setattr(fused_ops, "is_fused_step", lambda weights, tokens: tokens <= 2)
-    monkeypatch.setattr(torch, "compile", no_compiler)
-    *_, decoder = verified(build("llama", 2))
-    assert decoder.__name__ == "captured steps" and decoder._computes is None

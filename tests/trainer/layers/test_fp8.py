@@ -127,7 +127,7 @@ def test_evaluation_and_generation_run_the_plain_weights(emulated_fp8):
 
 
 def test_adapters_train_on_products_of_the_base_in_fp8(emulated_fp8):
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="adapters are PEFT's")
     base = tiny_run.model()
     config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4)
     adapted = peft.get_peft_model(base, config)
