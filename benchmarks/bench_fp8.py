@@ -1,12 +1,13 @@
 """Training in fp8 beside bf16: speed, memory and losses on real text, with `PackedTrainer`.
 
-    python benchmarks/bench_fp8.py --results FILE [--steps N] [--seeds N] [--seconds N]
+    python benchmarks/bench_fp8.py --results FILE [--steps N] [--budget N] [--seeds N]
+                                   [--seconds N]
 
 The model is half of an 8B Llama (16 layers), from random weights in fp32 under bf16 autocast; the
-text is Python's standard library, as bytes, in rows of 16,384 tokens. fp8 may differ from bf16 at
-the same seed by less than two seeds of bf16 differ. Each run is written into FILE when it ends, and
-a run that FILE has is not repeated, so that a call may be as short as `--seconds` asks for. Prints
-a table, and one JSON line last.
+text is Python's standard library, as bytes, in rows of `--budget` tokens. fp8 may differ from bf16
+at the same seed by less than two seeds of bf16 differ. Each run is written into FILE when it ends,
+and a run that FILE has is not repeated, so that a call may be as short as `--seconds` asks for.
+Prints a table, and one JSON line last.
 """
 
 from __future__ import annotations
@@ -64,13 +65,9 @@ class Clock(TrainerCallback):
             self.start = time.perf_counter()
 
 
-def train(way: str, seed: int, steps: int, tiny: bool) -> dict[str, Any]:
+def train(way: str, seed: int, steps: int, budget: int, tiny: bool) -> dict[str, Any]:
     """Train, and return the loss of every step, tokens per second and peak memory."""
-    on_gpu, budget, warmup = (
-        torch.cuda.is_available(),
-        512 if tiny else 16384,
-        min(WARMUP, steps // 2),
-    )
+    on_gpu, warmup = torch.cuda.is_available(), min(WARMUP, steps // 2)
     torch.manual_seed(seed)
     with torch.device("cuda" if on_gpu else "cpu"):
         model = LlamaForCausalLM(model_config(tiny))
@@ -138,6 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, help="runs that are done, and where they are added")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--budget", type=int, default=16384, help="tokens of a row")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=300, help="start no run later")
     parser.add_argument("--record", type=Path, help="also write the JSON record to this file")
@@ -149,7 +147,7 @@ def main() -> None:
     for way, seed in [(way, seed) for seed in range(args.seeds) for way in ways]:
         name = f"{way}, seed {seed}"
         if name not in runs and time.monotonic() < deadline:
-            runs[name] = train(way, seed, args.steps, args.tiny)
+            runs[name] = train(way, seed, args.steps, 512 if args.tiny else args.budget, args.tiny)
             write_record(runs, kept)
             gc.collect()
             torch._dynamo.reset()
@@ -161,7 +159,13 @@ def main() -> None:
     summary = summarize(runs)
     for name, value in summary.items():
         print(f"{name}: {value:.4f}")
-    record = {**header("fp8"), "steps": args.steps, "summary": summary, "runs": runs}
+    record = {
+        **header("fp8"),
+        "steps": args.steps,
+        "budget": args.budget,
+        "summary": summary,
+        "runs": runs,
+    }
     write_record(record, args.record)
     print(json.dumps(record))
 

@@ -18,26 +18,28 @@ from torch import Tensor
 
 @triton.jit
 def _loss_kernel(
-    logits, targets, weights, losses, vocab_size, stride_row, smoothing, z_loss,
+    logits, targets, weights, losses, vocab_size, row_size, smoothing, z_loss,
     IGNORE_INDEX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits + row * stride_row
+    row_ptr = logits + row * row_size
     offs = tl.arange(0, BLOCK)
     target = tl.load(targets + row)
     if target == IGNORE_INDEX:
         tl.store(losses + row, 0.0)
-        for start in range(0, vocab_size, BLOCK):
+        for start in range(0, row_size, BLOCK):
             zeros = tl.zeros([BLOCK], tl.float32)
-            tl.store(row_ptr + start + offs, zeros, mask=start + offs < vocab_size)
+            tl.store(row_ptr + start + offs, zeros, mask=start + offs < row_size)
         return
+    # Masks by the size of a row leave reads of 16 bytes whole, whatever the vocabulary.
     m_i, l_i, logit_sum = -float("inf"), 0.0, 0.0
-    for start in range(0, vocab_size, BLOCK):
-        mask = start + offs < vocab_size
-        x = tl.load(row_ptr + start + offs, mask=mask, other=-float("inf")).to(tl.float32)
+    for start in range(0, row_size, BLOCK):
+        cols = start + offs
+        x = tl.load(row_ptr + cols, mask=cols < row_size, other=0.0).to(tl.float32)
+        logit_sum += tl.sum(tl.where(cols < vocab_size, x, 0.0))
+        x = tl.where(cols < vocab_size, x, -float("inf"))
         m_new = tl.maximum(m_i, tl.max(x))
         l_i = l_i * tl.exp(m_i - m_new) + tl.sum(tl.exp(x - m_new))
-        logit_sum += tl.sum(tl.where(mask, x, 0.0))
         m_i = m_new
     lse = m_i + tl.log(l_i)
     # A label outside the vocabulary would read another row: its loss and gradient are NaN.
@@ -49,32 +51,35 @@ def _loss_kernel(
     weight = tl.where(in_vocab, tl.load(weights + row), float("nan"))
     softmax_weight = weight * (1 + 2 * z_loss * lse)
     uniform, on_target = weight * smoothing / vocab_size, weight * (1 - smoothing)
-    for start in range(0, vocab_size, BLOCK):
-        mask = start + offs < vocab_size
-        x = tl.load(row_ptr + start + offs, mask=mask, other=-float("inf")).to(tl.float32)
+    for start in range(0, row_size, BLOCK):
+        cols = start + offs
+        x = tl.load(row_ptr + cols, mask=cols < row_size, other=0.0).to(tl.float32)
         grad = softmax_weight * tl.exp(x - lse) - uniform
-        grad -= tl.where(start + offs == target, on_target, 0.0)
-        tl.store(row_ptr + start + offs, grad, mask=mask)
+        grad -= tl.where(cols == target, on_target, 0.0)
+        grad = tl.where(cols < vocab_size, grad, 0.0)
+        tl.store(row_ptr + cols, grad, mask=cols < row_size)
 
 
 def losses_and_gradient(
     logits: Tensor,
+    vocab_size: int,
     targets: Tensor,
     weights: Tensor,
     smoothing: float,
     z_loss: float,
     ignore_index: int,
 ) -> Tensor:
-    """Return the losses [R] of logits [R, V], and overwrite the logits by their gradient.
+    """Return the losses [R] of contiguous logits, and overwrite the logits by their gradient.
 
     The gradient is that of the sum of losses weighted by `weights` [R]; rows whose target is
-    `ignore_index` have neither, and those whose target is outside the vocabulary have NaN.
+    `ignore_index` have neither, and those whose target is outside the vocabulary have NaN. What
+    follows the vocabulary in a row is not read as logits; its gradient is 0.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    vocab_size = logits.shape[1]
-    block = min(4096, triton.next_power_of_2(vocab_size))
+    row_size = logits.shape[1]
+    block = min(2048, triton.next_power_of_2(row_size))
     _loss_kernel[(len(logits),)](
-        logits, targets, weights, losses, vocab_size, logits.stride(0), smoothing, z_loss,
+        logits, targets, weights, losses, vocab_size, row_size, smoothing, z_loss,
         ignore_index, block, num_warps=4,
     )  # fmt: skip
     return losses

@@ -32,7 +32,15 @@ def test_losses_and_gradient_are_those_of_pytorch(vocab_size, smoothing, z_loss)
     targets = torch.randint(0, vocab_size, (4,))
     targets[1] = IGNORE_INDEX
     ours, gold = logits.clone(), logits.requires_grad_()
-    losses = losses_and_gradient(ours, targets, weights, smoothing, z_loss, IGNORE_INDEX)
+    losses = losses_and_gradient(
+        ours, vocab_size, targets, weights, smoothing, z_loss, IGNORE_INDEX
+    )
+    padded = torch.nn.functional.pad(logits.detach(), (0, 11), value=torch.nan)
+    beside = losses_and_gradient(
+        padded, vocab_size, targets, weights, smoothing, z_loss, IGNORE_INDEX
+    )
+    assert torch.equal(beside, losses) and torch.equal(padded[:, :vocab_size], ours)
+    assert not padded[:, vocab_size:].any()
     expected = cross_entropy(gold, targets, reduction="none", label_smoothing=smoothing)
     expected = expected + z_loss * gold.logsumexp(-1).square() * (targets != IGNORE_INDEX)
     (gradient,) = torch.autograd.grad((weights * expected).sum(), gold)
@@ -48,7 +56,7 @@ def test_a_label_outside_the_vocabulary_gives_nan(smoothing):
 
     def by_kernel(logits, targets):
         rows, weights = logits.clone(), torch.ones(len(logits))
-        losses = losses_and_gradient(rows, targets, weights, smoothing, 0.0, IGNORE_INDEX)
+        losses = losses_and_gradient(rows, 7, targets, weights, smoothing, 0.0, IGNORE_INDEX)
         return losses, rows
 
     def by_pytorch(logits, targets):

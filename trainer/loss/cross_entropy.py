@@ -61,10 +61,9 @@ def linear_cross_entropy(
     >>> round(total.item(), 4), [round(x, 4) for x in losses.tolist()]
     (1.3863, [1.3863, 0.0])
     """
-    dtype, product_weight = hidden.dtype, weight
+    dtype, product_dtype = hidden.dtype, weight.dtype
     if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        product_weight = weight.detach().to(dtype)
+        dtype = product_dtype = torch.get_autocast_dtype(hidden.device.type)
         bias = None if bias is None else bias.to(dtype)
     if token_weights is None:
         token_weights = torch.ones_like(targets, dtype=_wide(dtype))
@@ -76,7 +75,7 @@ def linear_cross_entropy(
     total, losses, *_ = _losses(
         hidden.to(dtype),
         weight,
-        product_weight,
+        _aligned(weight.detach(), product_dtype),
         bias,
         targets,
         token_weights,
@@ -107,10 +106,12 @@ def _losses(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return total, token losses, and the gradients of hidden, master and bias (or empty).
 
-    master: the weight as it is stored; `weight` has the dtype of the products.
+    master: the weight as it is stored; `weight` is that of the products: see `_aligned`.
     """
     rows = _label_rows(targets, num_labels)
-    logits_buffer = hidden.new_empty(_max_chunk_rows(hidden, weight), len(weight))
+    vocab_size, padding = len(master), len(weight) - len(master)
+    logits_buffer = hidden.new_empty(_max_chunk_rows(hidden, master), len(weight))
+    shift = None if bias is None else torch.nn.functional.pad(bias, (0, padding))
     inputs, labels, weights = (
         x if rows is None else x[rows] for x in (hidden, targets, token_weights)
     )
@@ -121,12 +122,12 @@ def _losses(
     kernel = _kernel(hidden.device.type)
     for chunk in _chunks(len(inputs), len(logits_buffer)):
         logits = logits_buffer[: chunk.stop - chunk.start]
-        if bias is None:
+        if shift is None:
             torch.mm(inputs[chunk], weight.T, out=logits)
         else:
-            torch.addmm(bias, inputs[chunk], weight.T, out=logits)
+            torch.addmm(shift, inputs[chunk], weight.T, out=logits)
         # Overwrites the logits with their gradient.
-        losses[chunk] = kernel(logits, labels[chunk], weights[chunk], smoothing, z_loss)
+        losses[chunk] = kernel(logits, vocab_size, labels[chunk], weights[chunk], smoothing, z_loss)
         if wants_hidden:
             torch.mm(logits, weight, out=d_hidden[chunk])
         if wants_weight:
@@ -139,18 +140,19 @@ def _losses(
     if rows is not None:
         losses = _scatter_rows(losses, rows, len(hidden))
         d_hidden = _scatter_rows(d_hidden, rows, len(hidden)) if wants_hidden else d_hidden
-    return total, losses, d_hidden, d_weight, d_bias
+    return total, losses, d_hidden, d_weight[:vocab_size], d_bias[:vocab_size]
 
 
 @_losses.register_fake
 def _(hidden, master, weight, bias, targets, token_weights, smoothing, z_loss, *options):
     wants_hidden, wants_weight, wants_bias, _ = options
+    wide = _wide(hidden.dtype)
     return (
-        hidden.new_empty((), dtype=_wide(hidden.dtype)),
-        hidden.new_empty(hidden.shape[:1], dtype=_wide(hidden.dtype)),
+        hidden.new_empty((), dtype=wide),
+        hidden.new_empty(hidden.shape[:1], dtype=wide),
         torch.empty_like(hidden if wants_hidden else hidden[:0]),
-        _wide_like(weight if wants_weight else weight[:0]),
-        _wide_like(weight[:, 0] if wants_bias else weight[:0, 0]),
+        weight.new_empty(master.shape if wants_weight else (0, *master.shape[1:]), dtype=wide),
+        weight.new_empty(len(master) * wants_bias, dtype=wide),
     )
 
 
@@ -229,6 +231,22 @@ def _scatter_rows(selected: Tensor, rows: Tensor, count: int) -> Tensor:
     return selected.new_zeros(count, *selected.shape[1:]).index_copy_(0, rows, selected)
 
 
+def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a head's weight in a dtype, with rows of zeros up to a multiple of 64.
+
+    GPUs multiply by odd vocabularies, such as Granite's 49,159, five times more slowly.
+
+    >>> _aligned(torch.ones(3, 2), torch.float64).shape
+    torch.Size([64, 2])
+    """
+    rows = -(-len(weight) // 64) * 64
+    if rows == len(weight):
+        return weight.to(dtype)
+    aligned = weight.new_zeros(rows, weight.shape[1], dtype=dtype)
+    aligned[: len(weight)] = weight
+    return aligned
+
+
 def _max_chunk_rows(hidden: Tensor, weight: Tensor) -> int:
     """Return the tokens a chunk may hold; the same for all batches of one length."""
     max_bytes = CHUNK_BYTES_CPU if hidden.device.type == "cpu" else CHUNK_BYTES
@@ -246,9 +264,15 @@ def _chunks(count: int, max_rows: int) -> list[slice]:
 
 
 def _losses_and_gradient(
-    logits: Tensor, targets: Tensor, weights: Tensor, smoothing: float, z_loss: float
+    logits: Tensor,
+    vocab_size: int,
+    targets: Tensor,
+    weights: Tensor,
+    smoothing: float,
+    z_loss: float,
 ) -> Tensor:
     """Return the losses of a chunk, and overwrite its logits with the gradient of their sum."""
+    logits = logits[:, :vocab_size]
     has_label = targets != IGNORE_INDEX
     in_vocab = (targets >= 0) & (targets < logits.shape[1])
     weights = torch.where(in_vocab | ~has_label, weights, torch.nan)
