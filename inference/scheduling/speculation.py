@@ -12,6 +12,10 @@ A draft follows the newest token, so a step with drafts is planned after the one
 read before the next one is planned. Without drafts two steps overlap as always; every few steps the
 tokens that came show what drafts would have been worth. Drafts are used while expected tokens
 per second, from their hit rate and the measured time of steps, exceed those of plain steps.
+
+Expectations may be wrong, and looking takes time, too. So a balance is kept: what steps with drafts
+and steps after a look took beside plain ones. Below a loss of one percent, there are no looks, and
+a run of steps with drafts goes on only while it gains.
 """
 
 from __future__ import annotations
@@ -52,6 +56,8 @@ _PLAIN_INTERVAL = 512
 """Steps with drafts until plain steps are timed again."""
 _FORGET_INTERVAL = 2048
 """Plain steps until steps with drafts, which were too slow, may be timed again."""
+_MAX_LOSS = 0.01
+"""Fraction of the time of decode steps that drafts may cost."""
 _HISTORY_TOKENS = 1 << 24
 _SEEDS_PER_PROMPT = 64
 
@@ -172,8 +178,11 @@ class StepTimes:
         self._last: tuple[bool, int, float] | None = None
         self._since_forgotten = 0
 
-    def record(self, num_requests: int, num_rows: int, now: float) -> None:
-        """Note the end of a step in which each request decodes."""
+    def record(self, num_requests: int, num_rows: int, now: float) -> float | None:
+        """Note the end of a step in which each request decodes.
+
+        Return the seconds since the end of the step before; None: that was one of another kind.
+        """
         has_drafts = num_rows > num_requests
         size = _bucket(num_rows) if has_drafts else _power(num_requests)
         last, self._last = self._last, (has_drafts, size, now)
@@ -184,6 +193,7 @@ class StepTimes:
         if self._since_forgotten > _FORGET_INTERVAL:
             self._since_forgotten = 0
             self._drafted.clear()
+        return None if last is None else now - last[2]
 
     def pause(self) -> None:
         """Note a step of another kind."""
@@ -232,15 +242,28 @@ class Speculation:
         self._wait = 0
         """Steps until drafts are considered again."""
         self._look_interval = _LOOK_INTERVAL
-        self._seen: set[int] = set()
-        """Ids of the requests that had no draft when one was searched."""
+        self._newest_without: int | None = None
+        """Id of the newest request when none had a draft; None: some have one."""
         self._max_rows = MAX_LOGIT_ROWS
         self._num_drafted_steps = 0
+        self._spent = self._balance = 0.0
+        """Seconds of steps in which each request decodes, and what drafts have saved of them."""
+        self._is_starting = False
+        """Whether the next step starts a run of steps with drafts: those in flight were read."""
+        self._run_length, self._run_balance = 0, 0.0
+        """Steps with drafts since a plain one, and what all but the first have saved."""
+        self._num_affected = 0
+        """Steps to come that may wait for a look, or for drafts before them."""
+        self._captured = 0.0
+        """Seconds of graph captures that are known."""
 
     def is_due(self, running: list[Request]) -> bool:
         """Return whether to read the steps in flight, because drafts would pay."""
+        if not self._is_time(running):
+            return False
         decoding = [r for r in running if r.output_token_ids]
-        return self._is_time(decoding) and any(self._draft_lengths(decoding, self._max_rows))
+        self._is_starting = bool(decoding) and any(self._draft_lengths(decoding, self._max_rows))
+        return self._is_starting
 
     def add_drafts(
         self, plan: SchedulerOutput, scheduler: Scheduler, max_tokens: int | None
@@ -249,8 +272,9 @@ class Speculation:
 
         No step may be in flight. max_tokens: a lower limit than the scheduler's own.
         """
+        is_time, self._is_starting = self._is_time(plan.requests), False
         decoding = [r for r in plan.requests if r.output_token_ids and r.num_remaining == 1]
-        if not self._is_time(decoding):
+        if not (is_time and decoding):
             return False
         limit = scheduler.max_num_batched_tokens
         tokens_left = min(limit, max_tokens or limit) - sum(r.num_scheduled for r in plan.requests)
@@ -279,11 +303,14 @@ class Speculation:
     def verify(self, step: Step, sampled: list[int], now: float) -> Sequence[int]:
         """Accept the drafts that were sampled; return the rows of logits whose tokens count."""
         num_rows, num_requests = len(sampled), len(step.requests)
+        seconds = None
         if len(step.token_ids) == num_rows:
-            self._times.record(num_requests, num_rows, now)
+            seconds = self._times.record(num_requests, num_rows, now)
         else:
             self._times.pause()
         if step.max_query_len == 1 or not any(request.draft for request in step.requests):
+            self._run_length, self._run_balance = 0, 0.0
+            self._account(seconds, num_requests, num_rows if num_requests == num_rows else 0)
             return range(num_rows)
         rows, inputs = [], step.token_ids[step.logits_indices[:num_rows]].tolist()
         before, counts = None, False
@@ -297,7 +324,24 @@ class Speculation:
             before = request
             if counts:
                 rows.append(row)
+        self._num_affected = 3
+        self._run_length += 1
+        self._account(seconds, num_requests, len(rows))
         return rows
+
+    def _account(self, seconds: float | None, num_requests: int, num_tokens: int) -> None:
+        """Add a step that took so many seconds for its tokens to the balance, if drafts matter."""
+        captured, self._captured = self._captured, self._stats.capture_seconds
+        plain = self._times.plain(num_requests)
+        if seconds is None or plain is None or not num_tokens:
+            return
+        seconds -= self._captured - captured  # once, for all runs to come
+        self._spent += seconds
+        if self._num_affected:
+            self._num_affected -= 1
+            saved = num_tokens / num_requests * plain - seconds
+            self._balance = min(self._balance + saved, _MAX_LOSS * self._spent)
+            self._run_balance += saved if self._run_length > 1 else 0.0
 
     def record(self, request: Request) -> None:
         """Keep the completion of a request that ended."""
@@ -305,18 +349,21 @@ class Speculation:
             prompt = prompt_hash(request.prompt_token_ids)
             self._history.add(prompt, request.seed, request.output_token_ids)
 
-    def _is_time(self, decoding: list[Request]) -> bool:
+    def _is_time(self, requests: list[Request]) -> bool:
         """Return whether to consider drafts at this step."""
         self._wait -= 1
-        if self._seen and any(request.id not in self._seen for request in decoding):
-            self._wait = 0
-        return self._wait <= 0 and bool(decoding)
+        if self._newest_without is not None and requests[-1:]:
+            if requests[-1].id > self._newest_without:
+                self._wait = 0
+        # The first step of a run pays for the switch from plain ones: the second one tells.
+        gains = self._is_starting or self._run_length == 1 or self._run_balance > 0
+        return self._wait <= 0 and (gains or self._balance >= -_MAX_LOSS * self._spent)
 
     def _draft_lengths(self, decoding: list[Request], max_rows: int) -> list[int]:
         """Return the number of draft tokens of each request that decodes; all 0: no drafts."""
         none, num_requests = [0] * len(decoding), len(decoding)
         texts = self._follow(decoding)
-        self._wait, self._seen = self._look_interval, set()
+        self._wait, self._newest_without, self._num_affected = self._look_interval, None, 3
         plain = self._times.plain(num_requests)
         if plain is None:
             self._wait = 1 + _MIN_SAMPLES
@@ -326,7 +373,7 @@ class Speculation:
         order = np.argsort(-chances, axis=None, kind="stable")
         order = order[: np.count_nonzero(chances)]
         if not len(order):
-            self._wait, self._seen = _SEARCH_INTERVAL, {request.id for request in decoding}
+            self._wait, self._newest_without = _SEARCH_INTERVAL, decoding[-1].id
             return none
         expected = np.cumsum(chances.ravel()[order])
         best, num_drafted = _MIN_GAIN * num_requests / plain, 0

@@ -31,17 +31,31 @@ class GuessedDrafts(Speculation):
 
 
 class SpeculatingWorld(World):
-    """A world whose requests have drafts; steps take the time of `cost`, by tokens."""
+    """A world whose requests have drafts; steps take the time of `cost`, by tokens.
 
-    def __init__(self, *args, wrong=0.3, cost=None, speculate=True, **options):
+    overhead: time of a switch between steps with drafts and without, and of a look at ten requests.
+    """
+
+    def __init__(self, *args, wrong=0.3, cost=None, overhead=0.0, speculate=True, **options):
         super().__init__(*args, **options)
         if speculate:
             self.loop.speculation = GuessedDrafts(self.stats, wrong)
+            follow = self.loop.speculation._follow
+
+            def timed_follow(decoding):
+                self.time += overhead * len(decoding) / 10
+                return follow(decoding)
+
+            self.loop.speculation._follow = timed_follow
         if cost is not None:
-            launch = self.runner.launch
+            launch, had_drafts = self.runner.launch, False
 
             def timed(step):
+                nonlocal had_drafts
+                has_drafts = any(request.draft for request in step.requests)
                 self.time += cost(len(step.token_ids)) - 1  # `step` adds 1
+                self.time += overhead * (has_drafts != had_drafts)
+                had_drafts = has_drafts
                 return launch(step)
 
             self.runner.launch = timed
@@ -140,21 +154,25 @@ COSTS = {
 
 @pytest.mark.parametrize("sizes", [(12, 100), pytest.param((24, 200), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("overhead", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("cost", COSTS)
-def test_it_is_used_only_where_it_pays(cost, wrong, sizes, expected):
-    """The same requests take at most 1 / 0.98 of the time they take without; less where it pays."""
+def test_it_is_used_only_where_it_pays(cost, overhead, wrong, sizes, expected):
+    """The same requests take at most 1 / 0.98 of the time they take without; less where it pays.
+
+    Besides, a first trial has its price.
+    """
     times = []
     for speculate in (True, False):
         w = SpeculatingWorld(
-            400, 16, max_num_seqs=8, max_num_batched_tokens=512, lookahead=1,
+            400, 16, max_num_seqs=8, max_num_batched_tokens=512, lookahead=1, overhead=overhead,
             check=False, wrong=wrong, cost=COSTS[cost], speculate=speculate,
         )  # fmt: skip
         made = requests_for(w, *sizes)
         w.drain(1000)
         assert [r.output_token_ids for r in made[:3]] == [expected(r) for r in made[:3]]
         times.append(w.time)
-    assert times[0] <= times[1] / 0.98
-    if wrong <= 0.3 and cost != "rows only":
+    assert times[0] <= times[1] / 0.98 + 5 * overhead
+    if wrong <= 0.3 and cost != "rows only" and overhead < 1:
         assert times[0] < times[1] / 1.4
 
 
