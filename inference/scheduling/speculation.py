@@ -352,9 +352,9 @@ class Speculation:
     def _is_time(self, requests: list[Request]) -> bool:
         """Return whether to consider drafts at this step."""
         self._wait -= 1
-        if self._newest_without is not None and requests[-1:]:
-            if requests[-1].id > self._newest_without:
-                self._wait = 0
+        newest = requests[-1].id if requests else -1
+        if self._newest_without is not None and newest > self._newest_without:
+            self._wait = 0
         # The first step of a run pays for the switch from plain ones: the second one tells.
         gains = self._is_starting or self._run_length == 1 or self._run_balance > 0
         return self._wait <= 0 and (gains or self._balance >= -_MAX_LOSS * self._spent)

@@ -26,7 +26,7 @@ class Fp8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
-        return fp8_linear(*cast(x, per_row=True), *cast(weight)).to(x.dtype)
+        return _rounded(fp8_linear(*cast(x, per_row=True), *cast(weight)), x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -39,10 +39,19 @@ class Fp8Product(torch.autograd.Function):
         needs_x, needs_weight = ctx.needs_input_grad
         dy, d_x, d_weight = cast(grad, per_row=True), None, None
         if needs_x:
-            d_x = fp8_grad_input(*dy, weight, cast(weight)[1]).to(x.dtype)
+            d_x = _rounded(fp8_grad_input(*dy, weight, cast(weight)[1]), x.dtype)
         if needs_weight:
-            d_weight = fp8_grad_weight(*dy, *cast(x, per_row=True)).to(weight.dtype)
+            d_weight = _rounded(fp8_grad_weight(*dy, *cast(x, per_row=True)), weight.dtype)
         return d_x, d_weight
+
+
+def _rounded(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a product in a dtype.
+
+    A call of `to` that changes nothing must not be traced: in a graph of torch 2.11, a forward that
+    ends in one has gradients of zero.
+    """
+    return out if out.dtype == dtype else out.to(dtype)
 
 
 def cast(x: Tensor, per_row: bool = False) -> tuple[Tensor, Tensor]:

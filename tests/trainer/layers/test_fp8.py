@@ -34,19 +34,22 @@ def batches(count: int) -> list[dict]:
     return [tiny_run.collate(pack) for pack in tiny_run.packs(tiny_run.dataset(), count)]
 
 
-def gradients(model: nn.Module, batch: dict) -> dict[str, torch.Tensor]:
+def gradients(model: nn.Module, batch: dict, autocast: bool = False) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    model(**batch).loss.backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(**batch).loss
+    loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def test_large_products_run_in_fp8_and_only_round(emulated_fp8):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_large_products_run_in_fp8_and_only_round(emulated_fp8, autocast):
     model, layers = trained(fp8=True)
     assert layers.way == "fp8" and layers.describe() == "compiled layers with fp8 products"
     stock = tiny_run.model()
     attach_loss(stock)
     for batch in batches(6):
-        gap = tiny_run.distance(gradients(model, batch), gradients(stock, batch))
+        gap = tiny_run.distance(gradients(model, batch, autocast), gradients(stock, batch))
         assert 1e-3 < gap < 0.1
     large = [p for p in model.model.layers.parameters() if p.numel() >= 32 * 32]
     assert len(emulated_fp8.products) == 6 * 3 * len(large), "one forward and both gradients"
