@@ -14,6 +14,7 @@ from .image_attention import ImageAttention
 from .interface import register
 from .leak_check import (
     embeddings_replaced,
+    has_gradient_inside,
     leaked_gradient,
     probe_positions,
     probed_logits,
@@ -92,6 +93,7 @@ __all__ = [
     "eval_mode",
     "forward_context",
     "frozen_rotary",
+    "has_gradient_inside",
     "has_router_logits",
     "in_rows",
     "install_mask_patch",

@@ -122,6 +122,26 @@ def leaked_gradient(
     return torch.stack(leaks).max().item()
 
 
+def has_gradient_inside(
+    model: Any, batch: dict[str, Any], lengths: Sequence[int], mask_documents: bool = False
+) -> bool:
+    """Return whether a gradient passes between tokens of a document: if not, none can leak.
+
+    The arguments are those of `leaked_gradient`.
+    """
+    with (
+        embeddings_replaced(model, as_leaf) as embedded,
+        _no_reentrance(model),
+        torch.enable_grad(),
+    ):
+        logits, counts = probed_logits(model, batch, lengths, mask_documents)
+    rows = torch.tensor(counts)
+    is_last = torch.zeros(len(logits), dtype=torch.bool)
+    is_last[(rows.cumsum(0) - 1)[rows > 0]] = True
+    by_token = token_gradients(logits, embedded, is_last)[: sum(lengths)]
+    return any(len(own.nonzero()) > 1 for own in by_token.split(list(lengths)))
+
+
 def _document_sets(count: int) -> list[list[int]]:
     """Return few sets of documents that separate any two of them, in both directions.
 

@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...packing import IGNORE_INDEX
 
@@ -73,45 +74,29 @@ def linear_cross_entropy(
         token_weights = token_weights / divisor
     needs_grad = torch.is_grad_enabled()
     total, losses, *_ = _losses(
-        hidden.to(dtype),
-        weight,
-        _aligned(weight.detach(), product_dtype),
-        bias,
-        targets,
-        token_weights,
-        label_smoothing,
-        z_loss,
-        needs_grad and hidden.requires_grad,
-        needs_grad and weight.requires_grad,
+        hidden.to(dtype), weight, _aligned(weight.detach(), product_dtype), bias,
+        targets, token_weights, label_smoothing, z_loss,
+        needs_grad and hidden.requires_grad, needs_grad and weight.requires_grad,
         needs_grad and bias is not None and bias.requires_grad,
         -1 if num_labels is None else num_labels,
-    )
+    )  # fmt: skip
     return total / divisor if divide_after else total, losses.detach()
 
 
 @torch.library.custom_op("nopad::linear_cross_entropy", mutates_args=())
 def _losses(
-    hidden: Tensor,
-    master: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    token_weights: Tensor,
-    smoothing: float,
-    z_loss: float,
-    wants_hidden: bool,
-    wants_weight: bool,
-    wants_bias: bool,
-    num_labels: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    hidden: Tensor, master: Tensor, weight: Tensor, bias: Tensor | None,
+    targets: Tensor, token_weights: Tensor, smoothing: float, z_loss: float,
+    wants_hidden: bool, wants_weight: bool, wants_bias: bool, num_labels: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return total, token losses, and the gradients of hidden, master and bias (or empty).
 
     master: the weight as it is stored; `weight` is that of the products: see `_aligned`.
     """
     rows = _label_rows(targets, num_labels)
-    vocab_size, padding = len(master), len(weight) - len(master)
+    vocab_size = len(master)
     logits_buffer = hidden.new_empty(_max_chunk_rows(hidden, master), len(weight))
-    shift = None if bias is None else torch.nn.functional.pad(bias, (0, padding))
+    shift = None if bias is None else pad(bias, (0, len(weight) - vocab_size))
     inputs, labels, weights = (
         x if rows is None else x[rows] for x in (hidden, targets, token_weights)
     )
@@ -239,12 +224,8 @@ def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
     >>> _aligned(torch.ones(3, 2), torch.float64).shape
     torch.Size([64, 2])
     """
-    rows = -(-len(weight) // 64) * 64
-    if rows == len(weight):
-        return weight.to(dtype)
-    aligned = weight.new_zeros(rows, weight.shape[1], dtype=dtype)
-    aligned[: len(weight)] = weight
-    return aligned
+    weight, extra = weight.to(dtype), -len(weight) % 64
+    return pad(weight, (0, 0, 0, extra)) if extra else weight
 
 
 def _max_chunk_rows(hidden: Tensor, weight: Tensor) -> int:
@@ -264,15 +245,11 @@ def _chunks(count: int, max_rows: int) -> list[slice]:
 
 
 def _losses_and_gradient(
-    logits: Tensor,
-    vocab_size: int,
-    targets: Tensor,
-    weights: Tensor,
-    smoothing: float,
+    padded: Tensor, vocab_size: int, targets: Tensor, weights: Tensor, smoothing: float,
     z_loss: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the losses of a chunk, and overwrite its logits with the gradient of their sum."""
-    logits = logits[:, :vocab_size]
+    logits = padded[:, :vocab_size]
     has_label = targets != IGNORE_INDEX
     in_vocab = (targets >= 0) & (targets < logits.shape[1])
     weights = torch.where(in_vocab | ~has_label, weights, torch.nan)
@@ -280,8 +257,7 @@ def _losses_and_gradient(
     lse = torch.logsumexp(x, dim=-1)
     target_logits = x.gather(1, torch.where(in_vocab, targets, 0)[:, None])[:, 0]
     target_logits = torch.where(in_vocab, target_logits, torch.nan)
-    losses = lse - (1 - smoothing) * target_logits - smoothing * x.mean(-1)
-    losses = losses + z_loss * lse.square()
+    losses = lse + z_loss * lse**2 - (1 - smoothing) * target_logits - smoothing * x.mean(-1)
     probabilities = torch.exp(x - lse[:, None]) * (1 + 2 * z_loss * lse)[:, None]
     is_target = torch.arange(x.shape[1], device=x.device)[None] == targets[:, None]
     gradient = probabilities - smoothing / x.shape[1] - (1 - smoothing) * is_target

@@ -21,6 +21,7 @@ from torch import Tensor
 from ...attention.hf import (
     embeddings_replaced,
     eval_mode,
+    has_gradient_inside,
     leaked_gradient,
     module_mode,
     nan_max,
@@ -66,6 +67,21 @@ def measure_leak(
     lengths = [len(sample) for sample in samples]
     with preserve_rng(), module_mode(model, training=True):
         return leaked_gradient(model, batch, lengths, mask_documents, owners)
+
+
+def has_gradients(
+    model: Any, collator: Any, lengths: list[int], budget: int, mask_documents: bool = False
+) -> bool:
+    """Return whether gradients pass between the tokens of a sample, as a leak's would.
+
+    The arguments are those of `measure_leak`.
+    """
+    if max(lengths) < 2:
+        return True
+    collator, samples = collator or PackedCollator(), _samples(model, lengths)
+    batch = _batch(model, collator, samples, budget)
+    with preserve_rng(), module_mode(model, training=True):
+        return has_gradient_inside(model, batch, lengths, mask_documents)
 
 
 def _pixel_owners(samples: list[Sample]) -> Tensor | None:

@@ -36,6 +36,7 @@ from ..fsdp_unshard import reshard
 from ..loss.attached_loss import find_loss
 from .flops import describe_slow_bf16
 from .packing_difference import (
+    has_gradients,
     image_samples,
     measure_difference,
     measure_leak,
@@ -135,6 +136,12 @@ def _find_fault(
         raise ValueError(
             "the model's logits or their gradients are not numbers (NaN or infinite): are its "
             "weights damaged?"
+        )
+    found = has_gradients(model, collator, rows[0][-1], budget, mask)
+    if not all(gather_objects(found)):
+        raise ValueError(
+            "no gradient passes between the tokens of a sample, so the layers would not train: do "
+            "they run without gradients? If not, torch.compile is wrong: pass layers='stock'"
         )
     if leak:
         return f"lets packed samples see each other (gradients between them: {leak:.2g})"

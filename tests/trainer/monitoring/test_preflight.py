@@ -122,6 +122,14 @@ def test_a_model_that_cannot_be_packed_is_refused():
         check_run(MambaForCausalLM(MambaConfig(**sizes)), tiny_run.dataset())
 
 
+def test_layers_that_pass_no_gradient_are_refused():
+    model = tiny_run.model()
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_hook(lambda module, args, out: out.detach())
+    with pytest.raises(ValueError, match="no gradient passes between the tokens of a sample"):
+        check_run(model, tiny_run.dataset())
+
+
 STOCK = ["sdpa", "eager"]
 
 
