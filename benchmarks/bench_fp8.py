@@ -96,6 +96,7 @@ def train(way: str, seed: int, steps: int, budget: int, tiny: bool) -> dict[str,
     assert trainer.prepared_layers is not None
     return {
         "layers": trainer.prepared_layers.describe(),
+        "budget": budget,
         "losses": clock.losses,
         "tokens_per_second": sum(lengths[warmup:]) / seconds,
         "peak_GB": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0.0,
@@ -143,11 +144,13 @@ def main() -> None:
     args = parser.parse_args()
     kept, deadline = args.results, time.monotonic() + args.seconds
     runs = json.loads(kept.read_text()) if kept and kept.exists() else {}
-    ways = WAYS[:1] if args.tiny else WAYS
+    ways, budget = (WAYS[:1], 512) if args.tiny else (WAYS, args.budget)
     for way, seed in [(way, seed) for seed in range(args.seeds) for way in ways]:
         name = f"{way}, seed {seed}"
+        if runs.get(name, {}).get("budget") != budget:
+            runs.pop(name, None)
         if name not in runs and time.monotonic() < deadline:
-            runs[name] = train(way, seed, args.steps, 512 if args.tiny else args.budget, args.tiny)
+            runs[name] = train(way, seed, args.steps, budget, args.tiny)
             write_record(runs, kept)
             gc.collect()
             torch._dynamo.reset()
@@ -162,7 +165,7 @@ def main() -> None:
     record = {
         **header("fp8"),
         "steps": args.steps,
-        "budget": args.budget,
+        "budget": budget,
         "summary": summary,
         "runs": runs,
     }

@@ -125,7 +125,7 @@ def leaked_gradient(
 def has_gradient_inside(
     model: Any, batch: dict[str, Any], lengths: Sequence[int], mask_documents: bool = False
 ) -> bool:
-    """Return whether a gradient passes between tokens of a document: if not, none can leak.
+    """Return whether some gradient passes between tokens of a document; else a leak has none either.
 
     The arguments are those of `leaked_gradient`.
     """
@@ -135,6 +135,8 @@ def has_gradient_inside(
         torch.enable_grad(),
     ):
         logits, counts = probed_logits(model, batch, lengths, mask_documents)
+    if not logits.requires_grad:
+        return False
     rows = torch.tensor(counts)
     is_last = torch.zeros(len(logits), dtype=torch.bool)
     is_last[(rows.cumsum(0) - 1)[rows > 0]] = True
@@ -176,7 +178,8 @@ def token_gradients(
     gradient *= probed.to(device)[:, None] / logits.shape[-1] ** 0.5
     leaves = embedded if pixels is None else [*embedded, pixels]
     found = torch.autograd.grad(logits, leaves, gradient.to(logits.dtype), allow_unused=True)
-    by_token = [g.float().abs().amax(-1).view(-1) for g in found[: len(embedded)] if g is not None]
+    of_tokens = zip(embedded, found, strict=False)
+    by_token = [(0 * x if g is None else g).float().abs().amax(-1).view(-1) for x, g in of_tokens]
     largest = torch.stack(by_token).amax(0)
     if pixels is not None:
         of_pixels = torch.zeros_like(pixels) if found[-1] is None else found[-1]

@@ -130,6 +130,8 @@ class StepLoop:
         plan = scheduler.plan(max_tokens)
         if not self._in_flight and speculation is not None:
             has_drafts = speculation.add_drafts(plan, scheduler, max_tokens)
+        if plan.admitted and speculation is not None:
+            speculation.on_admitted()
         for request in plan.admitted:
             self._batch_params.admit(request)
             self.stats.record_admitted(request, self.clock())
@@ -171,8 +173,7 @@ class StepLoop:
         self.scheduler.on_prefilled(plan.prefilled)
         updated = [] if output.logprob is None else self._store_scores(step, output)
         tokens, counted = output.sampled_token_ids.tolist(), []
-        speculation = self.speculation
-        for index in speculation.verify(step, tokens, now) if speculation else range(len(tokens)):
+        for index in s.verify(step, tokens, now) if (s := self.speculation) else range(len(tokens)):
             request, token = step.sampled_requests[index], tokens[index]
             if request.finish_reason is not None:
                 continue

@@ -13,9 +13,10 @@ read before the next one is planned. Without drafts two steps overlap as always;
 tokens that came show what drafts would have been worth. Drafts are used while expected tokens
 per second, from their hit rate and the measured time of steps, exceed those of plain steps.
 
-Expectations may be wrong, and looking takes time, too. So a balance is kept: what steps with drafts
-and steps after a look took beside plain ones. Below a loss of one percent, there are no looks, and
-a run of steps with drafts goes on only while it gains.
+Expectations may be wrong, and looking takes time, too. So there is a credit of a few plain steps,
+which grows by one percent of the time: what steps with drafts, and steps after a look, take longer
+than plain ones is paid from it. Without credit, drafts are not considered, and a run of steps with
+drafts continues only while it gains.
 """
 
 from __future__ import annotations
@@ -56,8 +57,12 @@ _PLAIN_INTERVAL = 512
 """Steps with drafts until plain steps are timed again."""
 _FORGET_INTERVAL = 2048
 """Plain steps until steps with drafts, which were too slow, may be timed again."""
-_MAX_LOSS = 0.01
-"""Fraction of the time of decode steps that drafts may cost."""
+_CREDIT, _CREDIT_RATE = 4.0, 0.01
+"""Plain steps that drafts may cost at once, and in the long run for each step."""
+_SLOWEST = 8.0
+"""Plain steps that one step counts for at most: others are pauses, which no draft has caused."""
+_NUM_AFFECTED = 3
+"""Steps that a look or drafts may delay: the next, and those that do not overlap because of it."""
 _HISTORY_TOKENS = 1 << 24
 _SEEDS_PER_PROMPT = 64
 
@@ -246,14 +251,14 @@ class Speculation:
         """Id of the newest request when none had a draft; None: some have one."""
         self._max_rows = MAX_LOGIT_ROWS
         self._num_drafted_steps = 0
-        self._spent = self._balance = 0.0
-        """Seconds of steps in which each request decodes, and what drafts have saved of them."""
+        self._credit = _CREDIT
+        """In plain steps."""
         self._is_starting = False
         """Whether the next step starts a run of steps with drafts: those in flight were read."""
         self._run_length, self._run_balance = 0, 0.0
-        """Steps with drafts since a plain one, and what all but the first have saved."""
+        """Steps with drafts since a plain one, and what all but the first saved, in plain steps."""
         self._num_affected = 0
-        """Steps to come that may wait for a look, or for drafts before them."""
+        """Steps to come that are paid from the credit."""
         self._captured = 0.0
         """Seconds of graph captures that are known."""
 
@@ -324,24 +329,32 @@ class Speculation:
             before = request
             if counts:
                 rows.append(row)
-        self._num_affected = 3
+        self._num_affected = _NUM_AFFECTED
         self._run_length += 1
         self._account(seconds, num_requests, len(rows))
         return rows
 
     def _account(self, seconds: float | None, num_requests: int, num_tokens: int) -> None:
-        """Add a step that took so many seconds for its tokens to the balance, if drafts matter."""
+        """Add a decode step to the credit, and what it saved if a look or drafts may matter to it.
+
+        seconds: since the end of the step before, if that was a decode step, too.
+        """
         captured, self._captured = self._captured, self._stats.capture_seconds
         plain = self._times.plain(num_requests)
         if seconds is None or plain is None or not num_tokens:
             return
-        seconds -= self._captured - captured  # once, for all runs to come
-        self._spent += seconds
+        # Graphs are captured once, so their time is not a cost of drafts.
+        steps = min((seconds - max(0.0, self._captured - captured)) / plain, _SLOWEST)
+        saved = 0.0
         if self._num_affected:
             self._num_affected -= 1
-            saved = num_tokens / num_requests * plain - seconds
-            self._balance = min(self._balance + saved, _MAX_LOSS * self._spent)
-            self._run_balance += saved if self._run_length > 1 else 0.0
+            saved = num_tokens / num_requests - steps
+        self._credit = min(self._credit + _CREDIT_RATE * steps + saved, _CREDIT)
+        self._run_balance += saved if self._run_length > 1 else 0.0
+
+    def on_admitted(self) -> None:
+        """Note that requests were admitted: the loop may have been idle before."""
+        self._times.pause()
 
     def record(self, request: Request) -> None:
         """Keep the completion of a request that ended."""
@@ -352,18 +365,18 @@ class Speculation:
     def _is_time(self, requests: list[Request]) -> bool:
         """Return whether to consider drafts at this step."""
         self._wait -= 1
-        newest = requests[-1].id if requests else -1
-        if self._newest_without is not None and newest > self._newest_without:
+        if self._newest_without is not None and _newest(requests) > self._newest_without:
             self._wait = 0
         # The first step of a run pays for the switch from plain ones: the second one tells.
         gains = self._is_starting or self._run_length == 1 or self._run_balance > 0
-        return self._wait <= 0 and (gains or self._balance >= -_MAX_LOSS * self._spent)
+        return self._wait <= 0 and (gains or self._credit > 0)
 
     def _draft_lengths(self, decoding: list[Request], max_rows: int) -> list[int]:
         """Return the number of draft tokens of each request that decodes; all 0: no drafts."""
         none, num_requests = [0] * len(decoding), len(decoding)
         texts = self._follow(decoding)
-        self._wait, self._newest_without, self._num_affected = self._look_interval, None, 3
+        self._wait, self._newest_without = self._look_interval, None
+        self._num_affected = _NUM_AFFECTED
         plain = self._times.plain(num_requests)
         if plain is None:
             self._wait = 1 + _MIN_SAMPLES
@@ -373,7 +386,7 @@ class Speculation:
         order = np.argsort(-chances, axis=None, kind="stable")
         order = order[: np.count_nonzero(chances)]
         if not len(order):
-            self._wait, self._newest_without = _SEARCH_INTERVAL, decoding[-1].id
+            self._wait, self._newest_without = _SEARCH_INTERVAL, _newest(decoding)
             return none
         expected = np.cumsum(chances.ravel()[order])
         best, num_drafted = _MIN_GAIN * num_requests / plain, 0
@@ -424,6 +437,11 @@ class Speculation:
         count = np.arange(1, max(int(lengths.max()), 1) + 1)[:longest]
         chances = np.minimum(rates, _MAX_HIT_RATE)[:, None] ** count
         return np.where(count <= lengths[:, None], chances, 0.0)
+
+
+def _newest(requests: list[Request]) -> int:
+    """Return the id of the newest request that decodes; -1: none does."""
+    return max((request.id for request in requests if request.output_token_ids), default=-1)
 
 
 def _median(times: Sequence[float] | None) -> float | None:

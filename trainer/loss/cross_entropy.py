@@ -91,11 +91,11 @@ def _losses(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return total, token losses, and the gradients of hidden, master and bias (or empty).
 
-    master: the weight as it is stored; `weight` is that of the products: see `_aligned`.
+    master: the weight as it is stored; `weight` is its copy for the products, from `_aligned`.
     """
     rows = _label_rows(targets, num_labels)
     vocab_size = len(master)
-    logits_buffer = hidden.new_empty(_max_chunk_rows(hidden, master), len(weight))
+    logits_buffer = hidden.new_empty(_max_chunk_rows(hidden, weight), len(weight))
     shift = None if bias is None else pad(bias, (0, len(weight) - vocab_size))
     inputs, labels, weights = (
         x if rows is None else x[rows] for x in (hidden, targets, token_weights)
@@ -217,15 +217,15 @@ def _scatter_rows(selected: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a head's weight in a dtype, with rows of zeros up to a multiple of 64.
+    """Return a head's weight in a dtype, with rows of zeros if its vocabulary is odd on a GPU.
 
-    GPUs multiply by odd vocabularies, such as Granite's 49,159, five times more slowly.
-
-    >>> _aligned(torch.ones(3, 2), torch.float64).shape
-    torch.Size([64, 2])
+    A GPU multiplies rows of 49,159 logits, as Granite has, six times as slowly as of 49,216.
     """
-    weight, extra = weight.to(dtype), -len(weight) % 64
-    return pad(weight, (0, 0, 0, extra)) if extra else weight
+    if not len(weight) % 8 or weight.device.type == "cpu":
+        return weight.to(dtype)
+    aligned = weight.new_zeros(-(-len(weight) // 64) * 64, weight.shape[1], dtype=dtype)
+    aligned[: len(weight)] = weight
+    return aligned
 
 
 def _max_chunk_rows(hidden: Tensor, weight: Tensor) -> int:

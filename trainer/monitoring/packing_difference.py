@@ -72,12 +72,12 @@ def measure_leak(
 def has_gradients(
     model: Any, collator: Any, lengths: list[int], budget: int, mask_documents: bool = False
 ) -> bool:
-    """Return whether gradients pass between the tokens of a sample, as a leak's would.
+    """Return whether some gradient passes between tokens of a sample: else no leak would show.
 
     The arguments are those of `measure_leak`.
     """
     if max(lengths) < 2:
-        return True
+        return True  # no sample has two tokens
     collator, samples = collator or PackedCollator(), _samples(model, lengths)
     batch = _batch(model, collator, samples, budget)
     with preserve_rng(), module_mode(model, training=True):

@@ -128,20 +128,21 @@ def _find_fault(
     mask: bool = False,
 ) -> str:
     """Describe what packing changes for this model; "" if nothing."""
+    passes = has_gradients(model, collator, rows[0][-1], budget, mask)
+    if not all(gather_objects(passes)):  # ranks leave together, or some would wait
+        raise ValueError(
+            "no gradient passes between the tokens of a sample, so the layers would not train: "
+            "they run without gradients, or torch.compile is wrong, which layers='stock' avoids; "
+            "check=False skips this check"
+        )
     leaks = [measure_leak(model, collator, mask, row, budget) for row in rows[0]]
     if draw is not None:
         leaks.append(measure_leak(model, collator, mask, draw=draw))
-    leak = nan_max(gather_objects(nan_max(leaks)))  # ranks leave together, or some would wait
+    leak = nan_max(gather_objects(nan_max(leaks)))
     if math.isnan(leak):
         raise ValueError(
             "the model's logits or their gradients are not numbers (NaN or infinite): are its "
             "weights damaged?"
-        )
-    found = has_gradients(model, collator, rows[0][-1], budget, mask)
-    if not all(gather_objects(found)):
-        raise ValueError(
-            "no gradient passes between the tokens of a sample, so the layers would not train: do "
-            "they run without gradients? If not, torch.compile is wrong: pass layers='stock'"
         )
     if leak:
         return f"lets packed samples see each other (gradients between them: {leak:.2g})"

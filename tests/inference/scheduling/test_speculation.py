@@ -152,14 +152,16 @@ COSTS = {
 }
 
 
-@pytest.mark.parametrize("sizes", [(12, 100), pytest.param((24, 200), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "sizes", [(12, 100), (1, 300), pytest.param((24, 200), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 0.7, 1.0])
 @pytest.mark.parametrize("overhead", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("cost", COSTS)
 def test_it_is_used_only_where_it_pays(cost, overhead, wrong, sizes, expected):
     """The same requests take at most 1 / 0.98 of the time they take without; less where it pays.
 
-    Besides, a first trial has its price.
+    Besides, a first trial has its price: a few switches and steps of 16 rows.
     """
     times = []
     for speculate in (True, False):
@@ -171,9 +173,32 @@ def test_it_is_used_only_where_it_pays(cost, overhead, wrong, sizes, expected):
         w.drain(1000)
         assert [r.output_token_ids for r in made[:3]] == [expected(r) for r in made[:3]]
         times.append(w.time)
-    assert times[0] <= times[1] / 0.98 + 5 * overhead
+    assert times[0] <= times[1] / 0.98 + 5 * overhead + 3 * COSTS[cost](16)
     if wrong <= 0.3 and cost != "rows only" and overhead < 1:
         assert times[0] < times[1] / 1.4
+
+
+@pytest.mark.parametrize("pause", [100.0, 3000.0])
+def test_a_pause_or_captures_do_not_end_the_use_of_drafts(pause, expected):
+    times = []
+    for disturbed in (False, True):
+        w = SpeculatingWorld(
+            900, 16, max_num_seqs=8, max_num_batched_tokens=512, lookahead=1, check=False,
+            wrong=0.0, cost=COSTS["free rows"],
+        )  # fmt: skip
+        requests_for(w, 24, 200)
+        start = w.time
+        for step in range(2000):
+            if disturbed and step == 40:
+                w.time, start = w.time + pause, start + pause
+                w.stats.capture_seconds += pause
+            if disturbed and step == 60:
+                w.stats.capture_seconds = 0.0  # a reset
+            if not w.loop.busy:
+                break
+            w.step()
+        times.append(w.time - start)
+    assert times[1] < 1.2 * times[0] + 10
 
 
 def test_a_drafted_step_is_read_before_the_next_is_planned(always):

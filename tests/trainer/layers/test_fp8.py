@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import pickle
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import tiny_run
@@ -72,6 +73,11 @@ def test_a_product_and_its_gradients_are_those_of_values_that_were_cast(emulated
     assert close(out, x8 @ w8.T) and close(x.grad, d8 @ w8)
     assert close(weight.grad, d8.T @ x8)
     assert not out[5].any()
+
+
+def test_a_product_that_has_its_dtype_is_not_cast():
+    """Seen in the gradients with torch 2.11 alone."""
+    product()._rounded(SimpleNamespace(dtype=torch.bfloat16), torch.bfloat16)  # has no `to`
 
 
 def restored(x: torch.Tensor, per_row: bool = False) -> torch.Tensor:

@@ -31,12 +31,17 @@ def stock_loss(hidden, weight, shift, targets, weights, smoothing, z_loss):
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.4, 0.9, 1.0])
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("padding", [0, 27])
 @pytest.mark.parametrize(
     ("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.02), (0.1, 0.01)]
 )
 def test_chunks_give_the_loss_and_gradients_of_the_whole(
-    chunks_of_four_rows, smoothing, z_loss, bias, share
+    chunks_of_four_rows, monkeypatch, smoothing, z_loss, padding, bias, share
 ):
+    def padded(weight, dtype):  # as on a GPU
+        return torch.nn.functional.pad(weight.to(dtype), (0, 0, 0, padding))
+
+    monkeypatch.setattr(cross_entropy, "_aligned", padded)
     torch.manual_seed(0)
     hidden = torch.randn(11, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(37, 8, dtype=torch.float64, requires_grad=True)

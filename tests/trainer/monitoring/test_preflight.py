@@ -122,10 +122,12 @@ def test_a_model_that_cannot_be_packed_is_refused():
         check_run(MambaForCausalLM(MambaConfig(**sizes)), tiny_run.dataset())
 
 
-def test_layers_that_pass_no_gradient_are_refused():
+@pytest.mark.parametrize("place", ["model.layers.{}.self_attn.o_proj", "model.norm"])
+def test_layers_that_pass_no_gradient_are_refused(place):
     model = tiny_run.model()
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.register_forward_hook(lambda module, args, out: out.detach())
+    for index in range(len(model.model.layers)):
+        module = model.get_submodule(place.format(index))
+        module.register_forward_hook(lambda module, args, out: out.detach())
     with pytest.raises(ValueError, match="no gradient passes between the tokens of a sample"):
         check_run(model, tiny_run.dataset())
 
