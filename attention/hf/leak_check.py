@@ -125,7 +125,7 @@ def leaked_gradient(
 def has_gradient_inside(
     model: Any, batch: dict[str, Any], lengths: Sequence[int], mask_documents: bool = False
 ) -> bool:
-    """Return whether some gradient passes between tokens of a document; else a leak has none either.
+    """Return whether some gradient passes between tokens of a document: else no leak would show.
 
     The arguments are those of `leaked_gradient`.
     """
