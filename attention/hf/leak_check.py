@@ -178,8 +178,9 @@ def token_gradients(
     gradient *= probed.to(device)[:, None] / logits.shape[-1] ** 0.5
     leaves = embedded if pixels is None else [*embedded, pixels]
     found = torch.autograd.grad(logits, leaves, gradient.to(logits.dtype), allow_unused=True)
-    of_tokens = zip(embedded, found, strict=False)
-    by_token = [(0 * x if g is None else g).float().abs().amax(-1).view(-1) for x, g in of_tokens]
+    pairs = zip(embedded, found, strict=False)
+    of_tokens = [torch.zeros_like(x) if g is None else g for x, g in pairs]
+    by_token = [g.float().abs().amax(-1).view(-1) for g in of_tokens]
     largest = torch.stack(by_token).amax(0)
     if pixels is not None:
         of_pixels = torch.zeros_like(pixels) if found[-1] is None else found[-1]

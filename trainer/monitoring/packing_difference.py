@@ -69,7 +69,7 @@ def measure_leak(
         return leaked_gradient(model, batch, lengths, mask_documents, owners)
 
 
-def has_gradients(
+def passes_gradients(
     model: Any, collator: Any, lengths: list[int], budget: int, mask_documents: bool = False
 ) -> bool:
     """Return whether some gradient passes between tokens of a sample: else no leak would show.

@@ -36,11 +36,11 @@ from ..fsdp_unshard import reshard
 from ..loss.attached_loss import find_loss
 from .flops import describe_slow_bf16
 from .packing_difference import (
-    has_gradients,
     image_samples,
     measure_difference,
     measure_leak,
     measure_shard_difference,
+    passes_gradients,
     shape_limits,
 )
 
@@ -128,7 +128,7 @@ def _find_fault(
     mask: bool = False,
 ) -> str:
     """Describe what packing changes for this model; "" if nothing."""
-    passes = has_gradients(model, collator, rows[0][-1], budget, mask)
+    passes = passes_gradients(model, collator, rows[0][-1], budget, mask)
     if not all(gather_objects(passes)):  # ranks leave together, or some would wait
         raise ValueError(
             "no gradient passes between the tokens of a sample, so the layers would not train: "
